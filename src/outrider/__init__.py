@@ -1,0 +1,17 @@
+"""Outrider: speculative decoding for any target with any drafter, and output that is the target's own."""
+
+from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.llm import LLM
+from outrider.outputs import CompletionOutput, RequestOutput
+from outrider.sampling_params import SamplingParams, Speculation
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "Speculation",
+    "SpeculativeConfig",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,97 @@
+"""What the user chose. Frozen; derived values are properties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Which drafter rides ahead, in the names of vLLM's speculative_config."""
+
+    method: str | None = None  # None: read from the checkpoint
+    model: str | None = None
+    num_speculative_tokens: int = 5
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    taps: tuple[int, ...] | None = None  # overrides what the checkpoint says: tap i is the state after i layers
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SpeculativeConfig:
+        known = {item.name for item in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(
+                f"speculative_config does not know {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
+            )
+        if values.get("taps") is not None:
+            values = {**values, "taps": tuple(values["taps"])}
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        count = self.num_speculative_tokens
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 64:
+            raise ValueError(f"num_speculative_tokens must be a whole number from 1 to 64, not {count!r}")
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 64:
+            raise ValueError(
+                "prompt_lookup_min and prompt_lookup_max must satisfy 1 <= min <= max <= 64, not "
+                f"{self.prompt_lookup_min!r} and {self.prompt_lookup_max!r}"
+            )
+        if self.method is None and self.model is None:
+            raise ValueError('speculative_config needs a "method" (e.g. ngram) or a "model" (a drafter checkpoint)')
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    model: str | Path
+    speculative: SpeculativeConfig | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
+    page_size: int = 16
+    kv_cache_memory: int | None = None  # bytes; None: what the longest allowed requests need, within a share of memory
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len!r}")
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r}; known: auto, {', '.join(DTYPES)}")
+
+    @property
+    def torch_device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            return torch.device(self.device)
+        except RuntimeError as error:
+            raise ValueError(f"unknown device {self.device!r}; use cpu, cuda or cuda:N") from error
+
+    def torch_dtype(self, stored: str | None) -> torch.dtype:
+        """The chosen dtype; "auto" is float32 on a CPU (fast and exact there), else what the checkpoint stores."""
+        if self.dtype != "auto":
+            return DTYPES[self.dtype]
+        if self.torch_device.type == "cpu":
+            return torch.float32
+        return DTYPES.get((stored or "bfloat16").removeprefix("torch."), torch.bfloat16)

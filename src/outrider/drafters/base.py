@@ -1,0 +1,151 @@
+"""What every drafter is, and what drafters with layers of their own share: following the text, then stepping ahead.
+A drafter file names no target. It keeps nothing about requests: that lives in the slots and pages of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.config import SpeculativeConfig
+from outrider.kernels.sampling import choose
+from outrider.models.base import Target
+from outrider.registry import Registry
+from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
+
+drafters: Registry[type["Drafter"]] = Registry("speculative method")
+
+
+class Drafter(nn.Module):
+    """Subclasses set `taps` (the target's hidden states they want) and propose a draft after every verdict."""
+
+    taps: tuple[int, ...] = ()
+    lookahead: int
+    needs_tokenizer_of_target = False  # its checkpoint has a tokenizer that must be the target's
+
+    @classmethod
+    def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Drafter:
+        raise NotImplementedError
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> int:
+        """How surely a checkpoint with this config.json is one of this method's: 0 no, 1 perhaps, 2 yes."""
+        return 0
+
+    def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
+        """Drafts for every request of the step, already committed; [B, lookahead] tokens."""
+        raise NotImplementedError
+
+    def weights(self) -> dict[str, Weight]:
+        return {}
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint carries nothing this drafter needs."""
+        return False
+
+    def check(self) -> None:
+        """Raises ValueError if the weights, now loaded, cannot be right."""
+
+    def provenance(self) -> dict[str, Resolved]:
+        """Every setting as it was understood, and where it was read."""
+        return {}
+
+
+@dataclass
+class Extension:
+    """The rows with which a drafter catches up with the text, and the last of them for each request."""
+
+    batch: Batch
+    last: Tensor  # [B]
+
+
+def extend(step: Step, first_key: int = 0) -> Extension:
+    """One row for every token of the pass and one more: cache indices start .. start + num_rows.
+
+    The first of them was written before, from the same inputs (or never, after a prefix hit: then this is where it
+    is made up for). The last is the newest token. Rows of rejected drafts are written to the dump.
+    """
+    batch, state = step.batch, step.state
+    num_requests = len(batch.slots)
+    query_start = batch.query_start.long() + torch.arange(num_requests + 1, device=batch.slots.device)
+    total = len(batch.input_ids) + num_requests
+    request = torch.repeat_interleave(step.num_rows + 1, output_size=total)
+    indices = step.starts[request] + torch.arange(total, device=request.device) - query_start[request]
+    lengths = state.lengths[batch.slots]
+    known = (indices >= first_key) & (indices < lengths[request])
+    rows = replace(
+        batch,
+        input_ids=state.tokens[batch.slots[request], indices],
+        positions=indices,
+        indices=indices,
+        query_start=query_start.int(),
+        request=request,
+        write_locations=_locations(batch, request, indices, known),
+        max_len=batch.max_len + 1,
+        max_rows=batch.max_rows + 1,
+        first_key=first_key,
+        memo={},
+    )
+    last = query_start[:-1] + torch.minimum(lengths - 1 - step.starts, step.num_rows)
+    return Extension(rows, last)
+
+
+def shifted(hidden: Hidden, extension: Extension, step: Step) -> Tensor:
+    """The taps that go with each row of the extension: those of the token before it, [T + B, n, H]."""
+    assert hidden.carry is not None
+    num_requests = len(step.batch.slots)
+    source = torch.cat([hidden.carry, hidden.taps])  # the carried rows first
+    request = extension.batch.request
+    offset = torch.arange(len(request), device=request.device) - extension.batch.query_start[request].long()
+    before = num_requests + step.batch.query_start[request].long() + offset - 1
+    return source[torch.where(offset == 0, request, before)]
+
+
+def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0) -> Batch:
+    """One row per request, `ahead` places after the newest committed token."""
+    batch = step.batch
+    request = torch.arange(len(batch.slots), device=batch.slots.device)
+    indices = step.state.lengths[batch.slots] - 1 + ahead
+    return replace(
+        batch,
+        input_ids=tokens,
+        positions=indices,
+        indices=indices,
+        query_start=torch.arange(len(request) + 1, dtype=torch.int32, device=request.device),
+        request=request,
+        write_locations=_locations(batch, request, indices, step.emits),
+        max_len=batch.max_len + 1 + ahead,
+        max_rows=1,
+        first_key=first_key,
+        memo={},
+    )
+
+
+def draft_chain(
+    step: Step, lookahead: int, first: Tensor, advance: Callable[[Tensor, int], Tensor], ids: Tensor | None = None
+) -> Draft:
+    """Token after token: `first` [B, V] are the logits after the newest token, `advance(token, n)` those after
+    draft token n. Choices use the target's own noise. `ids` maps a reduced vocabulary to the target's."""
+    slots = step.batch.slots
+    request = torch.arange(len(slots), device=slots.device)
+    position = step.state.lengths[slots]
+    tokens = torch.zeros(len(slots), lookahead, dtype=torch.long, device=slots.device)
+    logits = first
+    for number in range(step.depth):
+        tokens[:, number] = choose(logits, step.sampling, request, position + number, ids)
+        if number + 1 < step.depth:
+            logits = advance(tokens[:, number], number + 1)
+    return Draft(tokens, torch.where(step.emits, step.depth, 0))
+
+
+def no_draft(step: Step, lookahead: int) -> Draft:
+    count = torch.zeros_like(step.num_drafts)
+    return Draft(count[:, None].expand(-1, lookahead), count)
+
+
+def _locations(batch: Batch, request: Tensor, indices: Tensor, wanted: Tensor) -> Tensor:
+    page = batch.page_table[request, indices // batch.page_size].long()
+    return torch.where(wanted, page, NULL_PAGE) * batch.page_size + indices % batch.page_size

@@ -1,0 +1,75 @@
+"""A separate, smaller language model of the same vocabulary drafts token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.config import SpeculativeConfig
+from outrider.drafters.base import Drafter, draft_chain, drafters, extend, no_draft, single_rows
+from outrider.models.base import Target, targets
+from outrider.types import Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
+
+
+@drafters.register("draft_model")
+class DraftModel(Drafter):
+    needs_tokenizer_of_target = True
+
+    def __init__(self, model: Target, lookahead: int, vocab_size: int) -> None:
+        super().__init__()
+        self.model = model
+        self.lookahead = lookahead
+        self.vocab_size = vocab_size  # the target's; ids beyond the smaller of the two are padding
+
+    @classmethod
+    def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> DraftModel:
+        if checkpoint is None:
+            raise ValueError('method draft_model needs "model": a checkpoint that shares the target\'s tokenizer')
+        (architecture,) = checkpoint.config.get("architectures") or ["unnamed"]
+        model = targets[architecture].from_config(checkpoint.config)
+        # Vocabularies are padded to a multiple of something; more than that apart, they are different tokenizers.
+        if abs(model.vocab_size - target.vocab_size) > 512:
+            raise ValueError(
+                f"draft model {checkpoint.path} has a vocabulary of {model.vocab_size}, the target one of "
+                f"{target.vocab_size}: they cannot share token ids; choose a draft model with the same tokenizer"
+            )
+        return cls(model, settings.num_speculative_tokens, target.vocab_size)
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> int:
+        return int(any(name in targets for name in config.get("architectures") or []))
+
+    def weights(self) -> dict[str, Weight]:
+        return {f"model.{name}": weight for name, weight in self.model.weights().items()}
+
+    def ignores(self, name: str) -> bool:
+        return self.model.ignores(name)
+
+    def provenance(self) -> dict[str, Resolved]:
+        architecture = self.model.config["architectures"][0]
+        return {"architecture": Resolved(architecture, "architectures in the draft model's config.json")}
+
+    def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
+        extension = extend(step)
+        last = self._run(extension.batch)[extension.last]
+        if not step.depth:
+            return no_draft(step, self.lookahead)
+
+        def advance(tokens: Tensor, ahead: int) -> Tensor:
+            return self._logits(self._run(single_rows(step, ahead, tokens)))
+
+        return draft_chain(step, self.lookahead, self._logits(last), advance)
+
+    def _run(self, batch: Batch) -> Tensor:
+        known = batch.input_ids.clamp(max=self.model.embed.vocab_size - 1)  # the target may have more padding ids
+        return self.model(replace(batch, input_ids=known)).last
+
+    def _logits(self, last: Tensor) -> Tensor:
+        logits = self.model.logits(last)
+        if self.model.vocab_size > self.vocab_size:
+            return logits[:, : self.vocab_size]
+        return torch.nn.functional.pad(logits, (0, self.vocab_size - self.model.vocab_size), value=-torch.inf)

@@ -1,0 +1,56 @@
+"""N-gram lookup: what followed the last few tokens when they stood in this text before."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.config import SpeculativeConfig
+from outrider.drafters.base import Drafter, drafters
+from outrider.models.base import Target
+from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict
+
+
+@drafters.register("ngram")
+class Ngram(Drafter):
+    def __init__(self, settings: SpeculativeConfig) -> None:
+        super().__init__()
+        self.lookahead = settings.num_speculative_tokens
+        self.shortest, self.longest = settings.prompt_lookup_min, settings.prompt_lookup_max
+
+    @classmethod
+    def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Ngram:
+        if settings.model is not None:
+            raise ValueError(f"ngram drafts from the text itself and takes no model, but got {settings.model!r}")
+        return cls(settings)
+
+    def provenance(self) -> dict[str, Resolved]:
+        return {
+            "prompt_lookup_min": Resolved(self.shortest, "speculative_config"),
+            "prompt_lookup_max": Resolved(self.longest, "speculative_config"),
+        }
+
+    def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
+        """The longest suffix that occurred before wins; among its occurrences, the latest with a full draft after it."""
+        slots = step.batch.slots
+        lengths = step.state.lengths[slots][:, None]  # [B, 1]
+        width = min(step.batch.max_len + 1, step.state.tokens.shape[1])
+        tokens = step.state.tokens[slots, :width]  # [B, L]
+        index = torch.arange(width, device=tokens.device)
+        # run[b, i]: how many tokens ending at i equal the last ones of the text, up to `longest`
+        run = torch.zeros_like(tokens)
+        alike = torch.ones_like(tokens, dtype=torch.bool)
+        for back in range(self.longest):
+            last = tokens.gather(1, (lengths - 1 - back).clamp(min=0))
+            shifted = torch.cat([tokens.new_full((len(tokens), back), -1), tokens[:, : width - back]], dim=1)
+            alike = alike & (shifted == last) & (lengths > back)
+            run += alike
+        earlier = index < lengths - 1
+        run = torch.where(earlier & (run >= self.shortest), run, 0)
+        room = torch.minimum(lengths - 1 - index, torch.tensor(self.lookahead, device=tokens.device))
+        score = (run * (self.lookahead + 1) + room) * width + index
+        best = torch.where(run > 0, score, -1).argmax(1)  # [B]
+        found = run.gather(1, best[:, None])[:, 0] > 0
+        start = best + 1
+        count = torch.minimum(lengths[:, 0] - start, torch.tensor(step.depth, device=tokens.device))
+        place = (start[:, None] + torch.arange(self.lookahead, device=tokens.device)).clamp(max=width - 1)
+        return Draft(tokens.gather(1, place), torch.where(found & step.emits, count, 0))

@@ -1,0 +1,107 @@
+"""The device memory of target and drafter: key/value pages, the taps a page keeps for reuse, and the slot tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.layers.cached import CachedLayer
+from outrider.types import NULL_PAGE, Draft, Hidden, SlotState, Step, Verdict
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    num_pages: int
+    page_size: int
+    num_slots: int
+    max_len: int  # the longest a request may grow, drafts included
+    num_taps: int
+    hidden_size: int
+
+    @property
+    def pages_per_request(self) -> int:
+        return -(-self.max_len // self.page_size)
+
+
+def bytes_per_page(layers: Sequence[CachedLayer], page_size: int, tap_width: int, itemsize: int) -> int:
+    """Memory of one page over all layers of target and drafter, with the taps of its last row."""
+    return sum(layer.spec.bytes_per_token(itemsize) for layer in layers) * page_size + tap_width * itemsize
+
+
+class Cache:
+    def __init__(
+        self, shape: CacheShape, layers: Sequence[CachedLayer], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.shape = shape
+        self.layers = layers
+        self.state = SlotState(
+            # one column beyond every index, for masked writes
+            tokens=torch.zeros(shape.num_slots, shape.max_len + 1, dtype=torch.long, device=device),
+            lengths=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
+            computed=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
+            draft_count=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
+        )
+        self.page_table = torch.zeros(shape.num_slots, shape.pages_per_request, dtype=torch.int32, device=device)
+        tap_shape = (shape.num_taps, shape.hidden_size)
+        self.carry = torch.zeros(shape.num_slots, *tap_shape, dtype=dtype, device=device)  # taps of the last kept row
+        self.tails = torch.zeros(shape.num_pages, *tap_shape, dtype=dtype, device=device)  # taps of a page's last row
+        for layer in layers:
+            spec, size = layer.spec, (shape.num_pages, shape.page_size)
+            layer.bind(
+                torch.zeros(*size, spec.num_heads, spec.head_dim, dtype=dtype, device=device),
+                torch.zeros(*size, spec.num_heads, spec.value_dim, dtype=dtype, device=device),
+            )
+
+    def admit(self, slot: int, tokens: Sequence[int], reused: Sequence[int]) -> None:
+        """A request takes a slot: its known tokens, and the pages whose content it reuses."""
+        state = self.state
+        state.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+        state.lengths[slot] = len(tokens)
+        state.computed[slot] = len(reused) * self.shape.page_size
+        state.draft_count[slot] = 0
+        self.page_table[slot] = NULL_PAGE
+        self.set_pages(slot, 0, reused)
+        if reused and self.shape.num_taps:
+            self.carry[slot] = self.tails[reused[-1]]
+
+    def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
+        if pages:
+            self.page_table[slot, start : start + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
+    def commit(self, step: Step, hidden: Hidden, verdict: Verdict) -> None:
+        """Tokens are appended, lengths move, and the taps that later rounds need are kept. No host decision."""
+        state, slots = self.state, step.batch.slots
+        lengths = state.lengths[slots]
+        column = torch.arange(verdict.tokens.shape[1], device=slots.device)
+        place = torch.where(column < verdict.count[:, None], lengths[:, None] + column, state.tokens.shape[1] - 1)
+        state.tokens[slots[:, None], place] = verdict.tokens
+        state.lengths[slots] = lengths + verdict.count
+        state.computed[slots] = step.starts + verdict.kept
+        if self.shape.num_taps:
+            self._keep_taps(step, hidden, verdict)
+
+    def _keep_taps(self, step: Step, hidden: Hidden, verdict: Verdict) -> None:
+        batch = step.batch
+        last = batch.query_start[:-1].long() + verdict.kept - 1
+        self.carry[batch.slots] = hidden.taps[last]
+        ends_page = (batch.indices + 1) % batch.page_size == 0
+        kept = batch.indices < (step.starts + verdict.kept)[batch.request]
+        page = batch.page_table[batch.request, batch.indices // batch.page_size].long()
+        self.tails[torch.where(ends_page & kept, page, NULL_PAGE)] = hidden.taps
+
+    def keep_draft(self, slots: Tensor, draft: Draft) -> None:
+        """The draft stands right after the committed tokens: the next round packs both with one gather."""
+        state = self.state
+        column = torch.arange(draft.tokens.shape[1], device=slots.device)
+        place = torch.where(
+            column < draft.count[:, None], state.lengths[slots][:, None] + column, state.tokens.shape[1] - 1
+        )
+        state.tokens[slots[:, None], place] = draft.tokens
+        state.draft_count[slots] = draft.count
+
+    def free(self) -> None:
+        for layer in self.layers:
+            layer.unbind()

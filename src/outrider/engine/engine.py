@@ -1,0 +1,183 @@
+"""The engine: requests go in, and step by step their tokens come out. One step is one round of every running request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.config import EngineConfig
+from outrider.drafters.base import Drafter
+from outrider.engine.cache import Cache, CacheShape
+from outrider.engine.logprobs import logprob_table
+from outrider.engine.memory import Budget
+from outrider.engine.pages import PagePool
+from outrider.engine.request import Request
+from outrider.engine.runner import Runner
+from outrider.engine.sampler import sample
+from outrider.engine.scheduler import Limits, Scheduler, Work
+from outrider.engine.verify import verify
+from outrider.layers.cached import cached_layers
+from outrider.models.base import Target
+from outrider.tokenizer import Tokenizer
+from outrider.types import Draft, Hidden, Step, Verdict
+
+
+class Engine:
+    def __init__(
+        self,
+        config: EngineConfig,
+        target: Target,
+        drafter: Drafter | None,
+        budget: Budget,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.lookahead = drafter.lookahead if drafter is not None else 0
+        self.taps = drafter.taps if drafter is not None else ()
+        self.max_model_len = budget.max_model_len
+        self.end_ids: frozenset[int] = frozenset()
+        dtype = next(target.parameters()).dtype
+        layers = cached_layers(target) + (cached_layers(drafter) if drafter is not None else [])
+        shape = CacheShape(
+            num_pages=budget.num_pages,
+            page_size=config.page_size,
+            num_slots=config.max_num_seqs,
+            max_len=budget.max_model_len + 1 + self.lookahead,
+            num_taps=len(self.taps),
+            hidden_size=target.hidden_size,
+        )
+        self.cache = Cache(shape, layers, config.torch_device, dtype)
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            # every running request must be able to move in every step
+            max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs * (1 + self.lookahead)),
+            max_model_len=self.max_model_len,
+            page_size=config.page_size,
+            lookahead=self.lookahead,
+            prefix_caching=config.enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(limits, PagePool(budget.num_pages))
+        self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.abort(request)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """One round; returns the requests that have something new."""
+        plan = self.scheduler.next()
+        if not plan:
+            return []
+        self._place(plan)
+        step = self.runner.pack(plan, self._depth(plan))
+        hidden = self.target(step.batch, self.taps)
+        logits, choice = self._choose(plan, step, hidden)
+        verdict = verify(step, choice)
+        hidden.carry = self.cache.carry[step.batch.slots]
+        self.cache.commit(step, hidden, verdict)
+        draft = self._draft(step, hidden, verdict)
+        self._prompt_logprobs(plan, step, hidden)
+        return self._update(plan, verdict, draft, logits)
+
+    def close(self) -> None:
+        self.cache.free()
+
+    # the parts of a step
+
+    def _place(self, plan: Sequence[Work]) -> None:
+        """Slots of new requests are filled, and page tables learn of new pages."""
+        page_size = self.cache.shape.page_size
+        for request in self.scheduler.admitted:
+            reused = request.pages[: request.num_computed // page_size]
+            self.cache.admit(request.slot, request.tokens, reused)
+            request.num_placed = len(reused)
+        for work in plan:
+            request = work.request
+            self.cache.set_pages(request.slot, request.num_placed, request.pages[request.num_placed :])
+            request.num_placed = len(request.pages)
+
+    def _depth(self, plan: Sequence[Work]) -> int:
+        """How many tokens to draft: as many as the request that wants most, none while nobody is decoding."""
+        wanted = [work.request.params.num_speculative_tokens for work in plan if work.emits]
+        return max((self.lookahead if want is None else min(want, self.lookahead) for want in wanted), default=0)
+
+    def _choose(self, plan: Sequence[Work], step: Step, hidden: Hidden) -> tuple[Tensor | None, Tensor]:
+        if not any(work.emits for work in plan):  # prompt chunks only: nothing is judged
+            return None, torch.zeros_like(step.logit_rows)
+        rows = step.logit_rows.flatten()
+        logits = self.target.logits(hidden.last[rows])
+        choice = sample(logits, step.sampling, step.batch, rows, step.state)
+        return logits, choice.view_as(step.logit_rows)
+
+    def _draft(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft | None:
+        if self.drafter is None:
+            return None
+        draft = self.drafter.propose(step, hidden, verdict)
+        self.cache.keep_draft(step.batch.slots, draft)
+        return draft
+
+    def _update(
+        self, plan: Sequence[Work], verdict: Verdict, draft: Draft | None, logits: Tensor | None
+    ) -> list[Request]:
+        """The step's one copy to the host; then tokens are committed one at a time."""
+        columns = [verdict.count[:, None], verdict.kept[:, None], verdict.tokens]
+        if draft is not None:
+            columns = [draft.count[:, None], *columns, draft.tokens]
+        else:
+            columns = [torch.zeros_like(columns[0]), *columns]
+        judged = verdict.tokens.shape[1]
+        for number, (work, row) in enumerate(zip(plan, torch.cat(columns, dim=1).tolist(), strict=True)):
+            num_drafts, count, kept = row[:3]
+            tokens, drafted = row[3 : 3 + count], row[3 + judged :][:num_drafts]
+            taken = self._commit(work, tokens)
+            if work.request.params.logprobs is not None and taken:
+                assert logits is not None
+                rows = logits.view(len(plan), judged, -1)[number, :taken]
+                wanted = work.request.params.logprobs
+                work.request.logprobs += logprob_table(rows, tokens[:taken], wanted, self.tokenizer)
+            self.scheduler.update(work.request, kept, num_drafts)
+            work.request.draft = drafted
+        return [work.request for work in plan if work.emits]
+
+    def _commit(self, work: Work, tokens: Sequence[int]) -> int:
+        """How many of the tokens the request takes before it ends."""
+        request = work.request
+        is_round = request.num_computed == len(request.tokens) - 1 and request.num_outputs > 0
+        taken = 0
+        for taken, token in enumerate(tokens, start=1):
+            request.append(token, self.max_model_len, taken if taken < len(tokens) else 0)
+            if request.finished:
+                break
+        if is_round and taken:
+            accepted = min(len(tokens) - 1, taken)
+            request.count_round(work.num_drafts, accepted)
+            if request.params.trace:
+                request.trace.append({"draft": request.draft[: work.num_drafts], "accepted": accepted})
+        return taken
+
+    def _prompt_logprobs(self, plan: Sequence[Work], step: Step, hidden: Hidden) -> None:
+        """Log-probabilities of prompt tokens, for the rows of those requests that asked."""
+        begin = 0
+        for work in plan:
+            request, wanted = work.request, work.request.params.prompt_logprobs
+            done = len(request.prompt_logprobs)
+            if wanted is not None and done < len(request.prompt):
+                if not done:
+                    request.prompt_logprobs.append(None)  # nothing comes before the first token
+                    done = 1
+                known = request.prompt[done : work.start + work.num_rows + 1]
+                first = begin + done - 1 - work.start
+                rows = hidden.last[first : first + len(known)]
+                for part in range(0, len(known), 64):  # logits of a whole prompt at once would be large
+                    logits = self.target.logits(rows[part : part + 64])
+                    request.prompt_logprobs += logprob_table(logits, known[part : part + 64], wanted, self.tokenizer)
+            begin += work.num_rows

@@ -1,0 +1,95 @@
+"""From a name to modules with weights: builds target and drafter, then fills every parameter, strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+import outrider.drafters
+import outrider.models  # noqa: F401  (registers the targets)
+from outrider.config import SpeculativeConfig
+from outrider.drafters.base import Drafter, drafters
+from outrider.models.base import Target, targets
+from outrider.types import Checkpoint, Weight
+
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+@contextmanager
+def building(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Modules made inside get their (still empty) parameters on this device, in this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build_target(checkpoint: Checkpoint) -> Target:
+    architectures = checkpoint.config.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        raise ValueError(f"{checkpoint.path}: config.json must name one architecture, not {architectures!r}")
+    return targets[architectures[0]].from_config(checkpoint.config)
+
+
+def build_drafter(settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Drafter:
+    return drafters[resolve_method(settings, checkpoint)].build(settings, target, checkpoint)
+
+
+def resolve_method(settings: SpeculativeConfig, checkpoint: Checkpoint | None) -> str:
+    """The method the user named, or the one whose checkpoints look like this."""
+    if settings.method is not None or checkpoint is None:
+        return settings.method or "unnamed"
+    sureness = {name: drafters[name].recognises(checkpoint.config) for name in drafters}
+    best = max(sureness, key=lambda name: sureness[name])
+    if not sureness[best]:
+        raise ValueError(
+            f'{checkpoint.path} does not say which kind of drafter it is: give "method", one of {", ".join(sureness)}'
+        )
+    return best
+
+
+def load_weights(module: Target | Drafter, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
+    """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it."""
+    weights = module.weights()
+    parameters = dict(module.named_parameters())
+    assert weights.keys() == parameters.keys(), weights.keys() ^ parameters.keys()
+    used = {name for weight in weights.values() for name in weight.names}
+    present = set(checkpoint.names())
+    _complain(checkpoint, "lacks", used - present, "the download is incomplete or the architecture is another")
+    surplus = {name for name in present - used if not module.ignores(name)}
+    _complain(checkpoint, "has, but nothing uses,", surplus, "the config.json does not describe these weights")
+    for done, (name, weight) in enumerate(weights.items()):
+        _fill(parameters[name], checkpoint, name, weight)
+        if progress is not None:
+            progress(str(checkpoint.path), done + 1, len(weights))
+
+
+def _fill(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight) -> None:
+    tensors = [checkpoint.tensor(source) for source in weight.names]
+    try:
+        combined = weight.combine(tensors) if len(tensors) > 1 else tensors[0]
+    except RuntimeError as error:
+        shapes = {source: tuple(tensor.shape) for source, tensor in zip(weight.names, tensors, strict=True)}
+        raise ValueError(f"{checkpoint.path}: tensors that belong together do not fit: {shapes}") from error
+    if combined.shape != parameter.shape:
+        raise ValueError(
+            f"{checkpoint.path}: {' + '.join(weight.names)} has shape {tuple(combined.shape)}, but config.json asks for "
+            f"{tuple(parameter.shape)} (parameter {name})"
+        )
+    with torch.no_grad():
+        parameter.copy_(combined)
+
+
+def _complain(checkpoint: Checkpoint, verb: str, names: Iterable[str], remedy: str) -> None:
+    listed = sorted(names)
+    if listed:
+        more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
+        raise ValueError(f"{checkpoint.path} {verb} tensor {', '.join(listed[:4])}{more}: {remedy}")
+
+

@@ -1,0 +1,97 @@
+"""Memory is accounted for before it is taken: weights and cache of target and drafter, together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from outrider.config import EngineConfig
+from outrider.engine.cache import bytes_per_page
+from outrider.layers.cached import CachedLayer
+
+CACHE_SHARE = 0.5  # of the memory that is free after the weights, on a CPU that others use too
+CACHE_SHARE_CUDA = 0.9
+
+
+@dataclass(frozen=True)
+class Budget:
+    weight_bytes: int
+    page_bytes: int
+    num_pages: int
+    max_model_len: int
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.page_bytes * self.num_pages
+
+    def describe(self) -> str:
+        return (
+            f"weights {gib(self.weight_bytes)}, cache {gib(self.cache_bytes)} "
+            f"({self.num_pages} pages), context {self.max_model_len}"
+        )
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What will be asked of the memory."""
+
+    layers: Sequence[CachedLayer]
+    tap_width: int
+    itemsize: int
+    lookahead: int
+    model_max_len: int
+
+
+def parameter_bytes(*modules: nn.Module | None) -> int:
+    parameters = {p for module in modules if module is not None for p in module.parameters()}
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int) -> Budget:
+    """How many pages there will be, or a ValueError with the numbers if a request cannot fit."""
+    page_bytes = bytes_per_page(demand.layers, config.page_size, demand.tap_width, demand.itemsize)
+    free = free_bytes(config.torch_device)
+    share = CACHE_SHARE if config.torch_device.type == "cpu" else CACHE_SHARE_CUDA
+    room = int((free - weight_bytes) * share) if config.kv_cache_memory is None else config.kv_cache_memory
+    if weight_bytes + (config.kv_cache_memory or page_bytes) > free:
+        raise ValueError(
+            f"the weights of target and drafter need {gib(weight_bytes)} and the cache at least "
+            f"{gib(config.kv_cache_memory or page_bytes)}, but {gib(free)} are free on {config.torch_device}"
+        )
+    longest = config.max_model_len or demand.model_max_len
+
+    def pages(length: int) -> int:
+        return -(-(length + 1 + demand.lookahead) // config.page_size)
+
+    possible = room // page_bytes - 1  # one page is the dump
+    if possible < pages(longest):
+        fitting = possible * config.page_size - 1 - demand.lookahead
+        if config.max_model_len is not None or fitting < 2:
+            raise ValueError(
+                f"a request of {longest} tokens needs {gib(pages(longest) * page_bytes)} of cache, but there is room for "
+                f"{gib(max(room, 0))}: lower max_model_len (at most {max(fitting, 0)} fit) or raise kv_cache_memory"
+            )
+        longest = fitting
+    wanted = possible if config.kv_cache_memory is not None else min(possible, config.max_num_seqs * pages(longest))
+    return Budget(weight_bytes, page_bytes, wanted + 1, longest)
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,93 @@
+"""Who owns which page: reference counts, reuse of pages whose tokens come again, oldest free page first.
+A page's name is the hash of all tokens up to its end, so equal prefixes share pages."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from outrider.types import NULL_PAGE
+
+ROOT = b"outrider"
+
+
+def page_hashes(tokens: Sequence[int], page_size: int, start: int = 0, parent: bytes = ROOT) -> list[bytes]:
+    """Names of the full pages of `tokens` from page number `start` on; `parent` is the name of the page before."""
+    names = []
+    for begin in range(start * page_size, len(tokens) - page_size + 1, page_size):
+        parent = hashlib.sha256(parent + array("q", tokens[begin : begin + page_size]).tobytes()).digest()
+        names.append(parent)
+    return names
+
+
+class PagePool:
+    """Pages 1..num_pages - 1 (page 0 is the dump). A free page keeps its name until someone needs the room."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._references = [0] * num_pages
+        self._free: OrderedDict[int, None] = OrderedDict((page, None) for page in range(1, num_pages))
+        self._page_of: dict[bytes, int] = {}
+        self._name_of: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def capacity(self) -> int:
+        return self.num_pages - 1
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Fresh pages, or None (and nothing taken) where there are not enough."""
+        if count > len(self._free):
+            return None
+        pages = []
+        for _ in range(count):
+            page, _unused = self._free.popitem(last=False)
+            self._forget(page)
+            self._references[page] = 1
+            pages.append(page)
+        return pages
+
+    def match(self, names: Sequence[bytes]) -> list[int]:
+        """The longest run of known pages for these names, taken into use."""
+        pages = []
+        for name in names:
+            page = self._page_of.get(name)
+            if page is None:
+                break
+            if self._references[page] == 0:
+                del self._free[page]
+            self._references[page] += 1
+            pages.append(page)
+        return pages
+
+    def name(self, page: int, name: bytes) -> None:
+        """Makes a full page findable. Where another page has the name already, that one stays the known one."""
+        if name not in self._page_of and page not in self._name_of:
+            self._page_of[name] = page
+            self._name_of[page] = name
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Gives pages back, the last first: the end of a text is the least likely to come again."""
+        for page in reversed(pages):
+            assert page != NULL_PAGE
+            assert self._references[page] > 0, f"page {page} is released twice"
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free[page] = None
+
+    def check(self) -> None:
+        """Raises if the books do not balance; cheap enough for tests after every step."""
+        for page in range(1, self.num_pages):
+            assert (self._references[page] == 0) == (page in self._free), f"page {page} is neither free nor used"
+        assert all(self._page_of[name] == page for page, name in self._name_of.items())
+        assert len(self._page_of) == len(self._name_of)
+
+    def _forget(self, page: int) -> None:
+        name = self._name_of.pop(page, None)
+        if name is not None:
+            del self._page_of[name]

@@ -1,0 +1,147 @@
+"""Host truth of one prompt: its tokens, where it stands, and how it ends. Tokens are committed one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from outrider.sampling_params import SamplingParams, Speculation
+from outrider.tokenizer import Detokenizer, StopChecker, Tokenizer
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Logprob:
+    logprob: float
+    rank: int  # 1: the most likely token
+    decoded: str = ""
+
+
+class TextStream:
+    """Tokens in, text out: settles characters, watches for stop strings."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt
+        )
+        self._stops = StopChecker(list(params.stop_strings), include_stop=params.include_stop_str_in_output)
+        self.text = ""
+
+    def add(self, token: int, *, may_stop: bool) -> str | None:
+        """The stop string that this token completes, if any."""
+        piece = self._detokenizer.add(token)
+        if not may_stop:  # under min_tokens a stop string is ordinary text
+            self.text += piece
+            return None
+        shown, stop = self._stops.add(piece)
+        self.text += shown
+        return stop
+
+    def finish(self) -> None:
+        shown, stop = self._stops.add(self._detokenizer.finish())
+        self.text += shown
+        if stop is None:
+            self.text += self._stops.finish()
+
+
+@dataclass(eq=False)
+class Request:
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    end_ids: frozenset[int] = frozenset()  # end-of-text tokens, empty under ignore_eos
+    text: TextStream | None = None
+    bad_words: list[list[int]] = field(default_factory=list)
+    # where it stands
+    status: Status = Status.WAITING
+    tokens: list[int] = field(default_factory=list)  # prompt, then what was generated
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    page_names: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0  # prompt tokens found in the cache at first admission
+    num_placed: int = 0  # pages that the device's page table knows
+    num_drafts: int = 0  # draft tokens waiting to be verified
+    draft: list[int] = field(default_factory=list)  # which
+    num_preemptions: int = 0
+    # what came out
+    draft_positions: list[int] = field(default_factory=list)  # of each output: its place in the draft, 0: no draft's
+    text_ends: list[int] = field(default_factory=list)  # of each output: length of the text once it was added
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    trace: list[dict[str, Any]] = field(default_factory=list)
+    rounds: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def outputs(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def speculation(self) -> Speculation:
+        return Speculation(
+            rounds=self.rounds,
+            drafted=sum(self.drafted_at),
+            accepted=sum(self.accepted_at),
+            drafted_at=tuple(self.drafted_at),
+            accepted_at=tuple(self.accepted_at),
+        )
+
+    def remaining(self, max_model_len: int) -> int:
+        """How many more tokens may come."""
+        room = max_model_len - len(self.tokens)
+        return room if self.params.max_tokens is None else min(room, self.params.max_tokens - self.num_outputs)
+
+    def append(self, token: int, max_model_len: int, draft_position: int = 0) -> None:
+        """Commits one token and decides whether the request ends with it."""
+        self.tokens.append(token)
+        self.draft_positions.append(draft_position)
+        may_stop = self.num_outputs >= self.params.min_tokens
+        stop = self.text.add(token, may_stop=may_stop and token not in self.end_ids) if self.text else None
+        if may_stop and token in self.end_ids:
+            self.finish("stop")
+        elif may_stop and token in self.params.stop_token_ids:
+            self.finish("stop", token)
+        elif stop is not None:
+            self.finish("stop", stop)
+        elif self.remaining(max_model_len) <= 0:
+            self.finish("length")
+        self.text_ends.append(len(self.text.text) if self.text is not None else 0)
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        self.status = Status.FINISHED
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        if self.text is not None and not isinstance(stop_reason, str):
+            self.text.finish()
+
+    def count_round(self, num_drafts: int, accepted: int) -> None:
+        self.rounds += 1
+        missing = num_drafts - len(self.drafted_at)
+        self.drafted_at += [0] * missing
+        self.accepted_at += [0] * missing
+        for position in range(num_drafts):
+            self.drafted_at[position] += 1
+            self.accepted_at[position] += position < accepted

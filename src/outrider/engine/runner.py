@@ -1,0 +1,79 @@
+"""Packs a plan into tensors. Lengths, tokens and page tables are read on the device; only shapes come from the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.engine.cache import Cache
+from outrider.engine.sampler import sampling_of
+from outrider.engine.scheduler import Work
+from outrider.types import Batch, Sampling, Step
+
+
+def write_locations(page_table: Tensor, request: Tensor, indices: Tensor, page_size: int) -> Tensor:
+    """Where rows with these cache indices are written: page * page_size + offset."""
+    page = page_table[request, indices // page_size].long()
+    return page * page_size + indices % page_size
+
+
+class Runner:
+    def __init__(self, cache: Cache, vocab_size: int, device: torch.device) -> None:
+        self.cache = cache
+        self.vocab_size = vocab_size
+        self.device = device
+        self._sampling_key: tuple[str, ...] = ()
+        self._sampling: Sampling | None = None
+
+    def pack(self, plan: Sequence[Work], depth: int) -> Step:
+        cache, state, page_size = self.cache, self.cache.state, self.cache.shape.page_size
+        slots = self._tensor([work.request.slot for work in plan])
+        num_rows = self._tensor([work.num_rows for work in plan])
+        num_drafts = self._tensor([work.num_drafts for work in plan])
+        query_start = torch.zeros(len(plan) + 1, dtype=torch.long, device=self.device)
+        torch.cumsum(num_rows, 0, out=query_start[1:])
+        total = sum(work.num_rows for work in plan)
+        request = torch.repeat_interleave(num_rows, output_size=total)
+        starts = state.computed[slots]
+        indices = starts[request] + torch.arange(total, device=self.device) - query_start[request]
+        page_table = cache.page_table[slots]
+        batch = Batch(
+            input_ids=state.tokens[slots[request], indices],
+            positions=indices,
+            indices=indices,
+            query_start=query_start.int(),
+            request=request,
+            slots=slots,
+            page_table=page_table,
+            write_locations=write_locations(page_table, request, indices, page_size),
+            page_size=page_size,
+            max_len=max(work.start + work.num_rows for work in plan),
+            max_rows=max(work.num_rows for work in plan),
+        )
+        judged = 1 + max(work.num_drafts for work in plan)
+        first = query_start[1:] - 1 - num_drafts  # the row of the last known token
+        column = torch.arange(judged, device=self.device)
+        return Step(
+            batch=batch,
+            starts=starts,
+            num_rows=num_rows,
+            logit_rows=torch.minimum(first[:, None] + column, query_start[1:, None] - 1),
+            num_drafts=num_drafts,
+            emits=torch.tensor([work.emits for work in plan], device=self.device),
+            sampling=self._sampling_of(plan),
+            state=state,
+            depth=depth,
+        )
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
+
+    def _sampling_of(self, plan: Sequence[Work]) -> Sampling:
+        """Options never change while a request lives, so the tensors are rebuilt only when the company does."""
+        key = tuple(work.request.request_id for work in plan)
+        if self._sampling is None or key != self._sampling_key:
+            requests = [work.request for work in plan]
+            self._sampling_key, self._sampling = key, sampling_of(requests, self.vocab_size, self.device)
+        return self._sampling

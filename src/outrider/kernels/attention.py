@@ -1,0 +1,60 @@
+"""Attention of a batch's rows over the pages of their requests: causal by cache index, windowed, softcapped."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.kernels import native
+from outrider.kernels.dispatch import use_native
+from outrider.types import Batch
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    scale: float
+    window: int = 0  # keys a row sees, itself included; 0: all
+    softcap: float = 0.0
+
+
+def paged_attention_reference(q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, options: AttentionOptions) -> Tensor:
+    """Gathers every request's pages and masks: slow, obvious, on any device without asking the host anything."""
+    num_pages = -(-batch.max_len // batch.page_size)
+    table = batch.page_table[:, :num_pages].long()  # [B, M]
+    keys, values = (p[table].flatten(1, 2).to(q.dtype) for p in pages)  # [B, L, kv heads, D]
+    groups = q.shape[1] // keys.shape[2]
+    keys, values = (x.repeat_interleave(groups, dim=2) for x in (keys, values))
+
+    row = torch.arange(len(q), device=q.device) - batch.query_start[batch.request].long()
+    padded = q.new_zeros(len(table), batch.max_rows, *q.shape[1:])
+    padded[batch.request, row] = q
+    index = torch.full(padded.shape[:2], -1, dtype=torch.long, device=q.device)
+    index[batch.request, row] = batch.indices
+
+    scores = torch.einsum("brhd,blhd->bhrl", padded, keys).float() * options.scale
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    key_index = torch.arange(keys.shape[1], device=q.device)
+    seen = (key_index <= index[..., None]) & (key_index >= batch.first_key)  # [B, R, L]
+    if options.window:
+        seen &= key_index > index[..., None] - options.window
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0).to(q.dtype)  # a row that sees nothing gives zeros
+    return torch.einsum("bhrl,blhd->brhd", weights, values)[batch.request, row]
+
+
+def paged_attention(q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, options: AttentionOptions) -> Tensor:
+    """q [T, heads, D], pages [P, page_size, kv heads, D] twice -> [T, heads, D]."""
+    if use_native(q, pages[0]):
+        return native.paged_attention(
+            q,
+            *pages,
+            batch.page_table,
+            batch.query_start,
+            batch.indices,
+            options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            first_key=batch.first_key,
+        )
+    return paged_attention_reference(q, pages, batch, options)

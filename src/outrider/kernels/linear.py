@@ -1,0 +1,19 @@
+"""y = x W^T + b. On the CPU a native kernel whose rows do not depend on each other."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.kernels import native
+from outrider.kernels.dispatch import use_native
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, in], weight [out, in], bias [out] -> [T, out]."""
+    if use_native(x, weight):
+        return native.linear(x, weight, bias)
+    return linear_reference(x, weight, bias)

@@ -1,0 +1,34 @@
+"""Rotate queries and keys by their position, and write keys and values into their pages."""
+
+import torch
+from torch import Tensor
+
+from outrider.kernels import native
+from outrider.kernels.dispatch import use_native
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D], cos and sin [T, R / 2]: rotates pairs (j, j + R / 2) of the first R dimensions."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def rope_write_reference(
+    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], locations: Tensor
+) -> Tensor:
+    cos, sin = rotary
+    k_pages, v_pages = pages
+    k_pages.view(-1, *k_pages.shape[2:])[locations] = rotate(k, cos, sin).to(k_pages.dtype)
+    v_pages.view(-1, *v_pages.shape[2:])[locations] = v.to(v_pages.dtype)
+    return rotate(q, cos, sin)
+
+
+def rope_write(
+    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], locations: Tensor
+) -> Tensor:
+    """q [T, heads, D] and k, v [T, kv heads, D] -> rotated q; k and v go to `locations` [T] of the pages."""
+    if use_native(q, pages[0]):
+        return native.rope_write(q, k, v, *rotary, *pages, locations)
+    return rope_write_reference(q, k, v, rotary, pages, locations)

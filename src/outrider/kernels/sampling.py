@@ -1,0 +1,59 @@
+"""The choice of a token: a deterministic function of logits, options, seed and position.
+Sampling is an exponential race whose noise is keyed by (seed, position, token id), so a replay gives the same token."""
+
+import torch
+from torch import Tensor
+
+from outrider.types import Sampling
+
+GREEDY_TEMPERATURE = 1e-5  # at or under it, a request is greedy
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 (shifts are made logical by masking the sign's copies away)."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def gumbel(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise [R, V] for rows with `seed` [R] and `positions` [R] and token ids `ids` [V] or [R, V]."""
+    key = _mix(_mix(seed + _GOLDEN) + positions * _GOLDEN)  # [R]
+    bits = _mix(key[:, None] + (ids + 1) * _GOLDEN)  # [R, V]
+    # 32 random bits, centred in their cell: never 0 or 1. Small values keep their precision in float32,
+    # and small exponentials are the ones that win the race.
+    uniform = (((bits >> 32) & 0xFFFFFFFF).to(torch.float32) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
+
+
+def filter_logits(logits: Tensor, sampling: Sampling, rows: Tensor) -> Tensor:
+    """top_k, then top_p, then min_p on scaled logits [R, V]; what falls out becomes -inf. The best token stays."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    ordered = ordered.masked_fill(rank >= sampling.top_k[rows, None], -torch.inf)
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs  # mass of the better tokens
+    drop = (before >= sampling.top_p[rows, None]) | (probs < sampling.min_p[rows, None] * probs[:, :1])
+    drop[:, 0] = False
+    return torch.full_like(logits, -torch.inf).scatter_(-1, order, ordered.masked_fill(drop, -torch.inf))
+
+
+def choose(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
+    """The token of each row [R]: `rows` is its request in `sampling`, `positions` where the token will stand.
+
+    `ids` [V] gives the target's id of each column where the columns are a reduced vocabulary; the result is in
+    target ids. Drafters call this too: with the same noise their choice coincides with the target's most often.
+    """
+    best = logits.argmax(-1)
+    if not sampling.greedy:
+        temperature = sampling.temperature[rows]
+        scaled = logits.float() / temperature.clamp(min=GREEDY_TEMPERATURE)[:, None]
+        if sampling.filtered:
+            scaled = filter_logits(scaled, sampling, rows)
+        columns = torch.arange(logits.shape[-1], device=logits.device) if ids is None else ids
+        drawn = (scaled + gumbel(sampling.seed[rows], positions, columns)).argmax(-1)
+        best = torch.where(temperature <= GREEDY_TEMPERATURE, best, drawn)
+    return best if ids is None else ids[best]

@@ -1,0 +1,362 @@
+"""LLM: the engine behind the names that vLLM users know."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.drafters.base import Drafter
+from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
+from outrider.engine.engine import Engine
+from outrider.engine.loader import Progress, build_drafter, build_target, building, load_weights
+from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
+from outrider.engine.request import Request, TextStream
+from outrider.layers.cached import cached_layers
+from outrider.models.base import Target
+from outrider.outputs import RequestOutput
+from outrider.sampling_params import SamplingParams, Speculation
+from outrider.tokenizer import Tokenizer
+from outrider.types import Checkpoint
+
+DEFAULT_DIRECTORY = Path(__file__).parent / "default"
+AUTO = "auto"  # speculative_config: the embedded drafter with the embedded target, no drafter with any other
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+Speculative = SpeculativeConfig | Mapping[str, Any] | str | None
+
+
+class LLM:
+    """A target, perhaps with a drafter, ready to generate. Use as a context manager, or call close()."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        speculative_config: Speculative = AUTO,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 2048,
+        page_size: int = 16,
+        kv_cache_memory: int | None = None,
+        enable_prefix_caching: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config = EngineConfig(
+            model=model if model is not None else DEFAULT_DIRECTORY / "target",
+            speculative=_speculative(speculative_config, is_default=model is None),
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            page_size=page_size,
+            kv_cache_memory=kv_cache_memory,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        self.engine, self.budget = _load(self.config, progress)
+        self.tokenizer = self.engine.tokenizer
+        self._ids = itertools.count()
+
+    # life
+
+    def close(self) -> None:
+        """Frees the cache and the weights. The object cannot be used afterwards."""
+        if self._open:
+            self.engine.close()
+            del self.engine
+
+    @property
+    def _open(self) -> bool:
+        return "engine" in self.__dict__
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # what it is
+
+    @property
+    def target(self) -> Target:
+        return self.engine.target
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self.engine.drafter
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    # generating
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_step: Callable[[int, int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """One output per prompt, in order. `on_step(finished, total)` is called as it goes on."""
+        listed = _as_list(prompts)
+        params = _params_for(listed, sampling_params)
+        groups = [self._requests(prompt, each, number) for number, (prompt, each) in enumerate(zip(listed, params))]
+        try:
+            for group in groups:
+                for request in group:
+                    self.engine.add(request)
+            self._run([request for group in groups for request in group], on_step)
+        except BaseException:
+            for request in (request for group in groups for request in group):
+                if request in self.engine.scheduler.waiting or request in self.engine.scheduler.running:
+                    self.engine.abort(request)
+            raise
+        return [self._output(prompt, group) for prompt, group in zip(listed, groups, strict=True)]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """The answer to a conversation, or to each of several."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = list(messages) if several else [messages]
+        prompts: list[Prompt] = [
+            self.chat_prompt(conversation, **template_kwargs)  # type: ignore[arg-type]
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> dict[str, Any]:
+        """A conversation as a prompt, through the checkpoint's chat template."""
+        tokenizer = self._need_tokenizer("a chat")
+        text = tokenizer.chat([dict(message) for message in messages], **template_kwargs)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yields the growing output after every step. Leaving the loop early aborts the request."""
+        params = sampling_params or SamplingParams()
+        requests = self._requests(prompt, params, 0)
+        for request in requests:
+            self.engine.add(request)
+        try:
+            while not all(request.finished for request in requests):
+                moved = self.engine.step()
+                if any(request in moved for request in requests):
+                    yield self._output(prompt, requests)
+        finally:
+            for request in requests:
+                self.engine.abort(request)
+
+    def score(self, prompts: Sequence[Prompt], num_top: int = 0) -> list[RequestOutput]:
+        """Log-probabilities of the prompts' own tokens."""
+        return self.generate(list(prompts), SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=num_top))
+
+    # helpers
+
+    def _run(self, requests: list[Request], on_step: Callable[[int, int], None] | None) -> None:
+        num_finished = 0
+        while num_finished < len(requests):
+            self.engine.step()
+            now = sum(request.finished for request in requests)
+            if on_step is not None:
+                on_step(now, len(requests))
+            num_finished = now
+
+    def _requests(self, prompt: Prompt, params: SamplingParams, number: int) -> list[Request]:
+        """The requests of one prompt (n of them), checked before anything runs."""
+        name = f"prompt {number}"
+        ids = self._prompt_ids(prompt, name)
+        self._check_ids(ids, name)
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens; with at least one to generate, the context of {self.max_model_len} "
+                "is exceeded: shorten it, or raise max_model_len"
+            )
+        self._check_params(params)
+        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        request_id = f"request-{next(self._ids)}"
+        return [self._request(f"{request_id}-{index}", ids, params, seed + index) for index in range(params.n)]
+
+    def _request(self, request_id: str, ids: list[int], params: SamplingParams, seed: int) -> Request:
+        tokenizer = self.tokenizer
+        return Request(
+            request_id=request_id,
+            prompt=ids,
+            params=params,
+            seed=_wrap(seed),
+            end_ids=frozenset() if params.ignore_eos else self.end_ids,
+            text=TextStream(tokenizer, ids, params) if tokenizer is not None else None,
+            bad_words=self._bad_words(params),
+        )
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        return self.engine.end_ids
+
+    def _prompt_ids(self, prompt: Prompt, name: str) -> list[int]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return list(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise ValueError(f'{name} is a mapping without "prompt" or "prompt_token_ids": {sorted(prompt)}')
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            return self._need_tokenizer(name).encode(prompt)
+        return list(prompt)
+
+    def _check_ids(self, ids: Sequence[int], name: str) -> None:
+        if not ids:
+            raise ValueError(f"{name} is empty: give at least one token")
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.target.vocab_size:
+                raise ValueError(f"{name} holds {token!r}, which is no token id: ids are 0..{self.target.vocab_size - 1}")
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.stop_strings:
+            self._need_tokenizer("a stop string")
+        given = [*(params.logit_bias or {}), *(params.allowed_token_ids or []), *params.stop_token_ids]
+        self._check_ids(given or [0], "logit_bias, allowed_token_ids or stop_token_ids")
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Every way a bad word may be spelt in tokens: at the start of a text, and after a space."""
+        words: list[list[int]] = []
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                self._check_ids(list(word), "bad_words")
+                words.append(list(word))
+                continue
+            tokenizer = self._need_tokenizer("a bad word given as text")
+            for text in (word, " " + word.lstrip()):
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in words:
+                    words.append(ids)
+        return words
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer, and {self.config.model} has none: give prompt_token_ids instead")
+        return self.tokenizer
+
+    def _output(self, prompt: Prompt, requests: list[Request]) -> RequestOutput:
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
+        return RequestOutput.of(requests[0].request_id.rsplit("-", 1)[0], text, requests)
+
+
+def total_speculation(outputs: Sequence[RequestOutput]) -> Speculation:
+    total = Speculation()
+    for output in outputs:
+        for completion in output.outputs:
+            total += completion.speculation
+    return total
+
+
+def _load(config: EngineConfig, progress: Progress | None) -> tuple[Engine, Budget]:
+    """Builds both models, checks that everything fits, and only then reads weights and takes memory."""
+    checkpoint = open_checkpoint(config.model)
+    drafter_checkpoint: Checkpoint | None = None
+    try:
+        dtype = config.torch_dtype(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"))
+        drafter: Drafter | None = None
+        with building(config.torch_device, dtype):
+            target = build_target(checkpoint)
+            if config.speculative is not None:
+                if config.speculative.model is not None:
+                    drafter_checkpoint = open_checkpoint(config.speculative.model)
+                drafter = build_drafter(config.speculative, target, drafter_checkpoint)
+        tokenizer = load_tokenizer(checkpoint)
+        if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:
+            _check_tokenizers(tokenizer, load_tokenizer(drafter_checkpoint))
+        budget = plan_memory(_bounded(config, target), _demand(target, drafter), parameter_bytes(target, drafter))
+        load_weights(target, checkpoint, progress)
+        if drafter is not None and drafter_checkpoint is not None:
+            load_weights(drafter, drafter_checkpoint, progress)
+            drafter.check()
+        engine = Engine(config, target, drafter, budget, tokenizer)
+        engine.end_ids = _end_ids(checkpoint, tokenizer)
+        return engine, budget
+    finally:
+        checkpoint.close()
+        if drafter_checkpoint is not None:
+            drafter_checkpoint.close()
+
+
+def _demand(target: Target, drafter: Drafter | None) -> Demand:
+    layers = cached_layers(target) + (cached_layers(drafter) if drafter is not None else [])
+    return Demand(
+        layers=layers,
+        tap_width=len(drafter.taps) * target.hidden_size if drafter is not None else 0,
+        itemsize=next(target.parameters()).element_size(),
+        lookahead=drafter.lookahead if drafter is not None else 0,
+        model_max_len=target.max_len,
+    )
+
+
+def _bounded(config: EngineConfig, target: Target) -> EngineConfig:
+    if config.max_model_len is not None and config.max_model_len > target.max_len:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} is beyond the {target.max_len} positions that {config.model} was made "
+            "for: lower it"
+        )
+    return config
+
+
+def _check_tokenizers(target: Tokenizer | None, drafter: Tokenizer | None) -> None:
+    if target is not None and drafter is not None and target.fingerprint() != drafter.fingerprint():
+        raise ValueError(
+            "the draft model's tokenizer is not the target's: their token ids mean different text; choose a draft model "
+            "of the same family"
+        )
+
+
+def _end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """generation_config.json knows best which tokens end a text, then config.json, then the tokenizer."""
+    for config in (checkpoint.generation_config, checkpoint.config):
+        found = config.get("eos_token_id")
+        if found is not None:
+            return frozenset(found if isinstance(found, list) else [found])
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        return frozenset([tokenizer.eos_token_id])
+    return frozenset()
+
+
+def _speculative(given: Speculative, *, is_default: bool) -> SpeculativeConfig | None:
+    if given is None or isinstance(given, SpeculativeConfig):
+        return given
+    if isinstance(given, str):
+        if given != AUTO:
+            raise ValueError(f'speculative_config must be a mapping, None or "auto", not {given!r}')
+        return SpeculativeConfig(model=str(DEFAULT_DIRECTORY / "drafter")) if is_default else None
+    return SpeculativeConfig.from_dict(dict(given))
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed]  # one prompt of token ids
+    return listed  # type: ignore[return-value]
+
+
+def _params_for(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts but {len(params)} SamplingParams: give one, or one for each")
+    return list(params)
+
+
+def _wrap(seed: int) -> int:
+    """Into int64."""
+    return (seed + 2**63) % 2**64 - 2**63

@@ -1,0 +1,125 @@
+"""What one request may ask of the sampler, in the names that vLLM and OpenAI users know."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MAX_LOGPROBS = 100
+MAX_STOP_STRINGS = 64
+MAX_N = 256
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0
+    seed: int | None = None  # None: a fresh one, reported with the output
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()  # texts, or token ids
+    allowed_token_ids: Sequence[int] | None = None
+    max_tokens: int | None = 16  # None: until the context is full
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # the target's own, before any option; 0: the chosen token's alone
+    prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None  # at most the engine's; 0: no speculation for this request
+    trace: bool = False  # keep every round's draft and how much of it was accepted
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        for name, low, high in _RANGES:
+            _check_range(name, getattr(self, name), low, high)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): lower one of them")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError("stop holds an empty string or something that is not text; remove it")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"{len(self.stop)} stop strings; at most {MAX_STOP_STRINGS} are taken")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids is empty: nothing could be generated; leave it out to allow all")
+        if any(not word for word in self.bad_words):
+            raise ValueError("bad_words holds an empty entry; remove it")
+        for token, bias in (self.logit_bias or {}).items():
+            _check_range(f"logit_bias[{token}]", bias, -1e4, 1e4)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop)
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("n", 1, MAX_N),
+    ("temperature", 0.0, 100.0),
+    ("top_p", 1e-6, 1.0),
+    ("top_k", -1, 2**31),
+    ("min_p", 0.0, 1.0),
+    ("seed", -(2**63), 2**63 - 1),
+    ("repetition_penalty", 1e-3, 100.0),
+    ("presence_penalty", -100.0, 100.0),
+    ("frequency_penalty", -100.0, 100.0),
+    ("max_tokens", 1, 2**31),
+    ("min_tokens", 0, 2**31),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("num_speculative_tokens", 0, 1024),
+)
+_WHOLE = {"n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "num_speculative_tokens"}
+
+
+def _check_range(name: str, value: float | None, low: float, high: float) -> None:
+    if value is None and name in {"seed", "max_tokens", "logprobs", "prompt_logprobs", "num_speculative_tokens"}:
+        return
+    kinds = (int,) if name in _WHOLE else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{name} must be {'a whole' if name in _WHOLE else 'a finite'} number, not {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be between {low:g} and {high:g}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How drafting went for one request."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: tuple[int, ...] = field(default=())
+    accepted_at: tuple[int, ...] = field(default=())
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens committed per round, the target's own included."""
+        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Of the rounds that drafted this far, the share that was accepted this far."""
+        return [a / d if d else 0.0 for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    def __add__(self, other: Speculation) -> Speculation:
+        def total(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+            size = max(len(left), len(right))
+            padded = [tuple(x) + (0,) * (size - len(x)) for x in (left, right)]
+            return tuple(a + b for a, b in zip(*padded, strict=True))
+
+        return Speculation(
+            self.rounds + other.rounds,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            total(self.drafted_at, other.drafted_at),
+            total(self.accepted_at, other.accepted_at),
+        )

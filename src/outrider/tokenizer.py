@@ -1,0 +1,420 @@
+"""Text to token ids and back: encoding, chat templates, and text that streams out token by token.
+Knows nothing of models or requests; what it reads from a checkpoint is data, and templates run in a sandbox."""
+
+import codecs
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, decoders, processors
+
+MAX_CHAT_LEN = 16 * 2**20  # characters a chat template may produce; a hostile template must not fill the memory
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); download the file again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}; download the file again")
+    return content
+
+
+class Tokenizer:
+    """A vocabulary with its text rules, and the chat templates that came with it."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        templates: Mapping[str, str] | None = None,
+        origin: str = "this tokenizer",
+    ) -> None:
+        self._backend = backend
+        self._special_tokens = dict(special_tokens or {})  # "bos_token" -> "<s>", as templates see them
+        self._templates = dict(templates or {})  # template name -> source; the usual one is called "default"
+        self._origin = origin
+        self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> "Tokenizer | None":
+        """The tokenizer of a checkpoint directory, or None where it holds no tokenizer.json."""
+        path = Path(path)
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            return None
+        config = _read_if_present(path / "tokenizer_config.json")
+        special_tokens = _special_tokens(_read_if_present(path / "special_tokens_map.json") | config)
+        backend = _read_backend(file)
+        _add_missing_tokens(backend, config, special_tokens, file)
+        if not _places_tokens(backend):  # then tokenizer_config.json decides, as in DeepSeek's checkpoints
+            bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
+            eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
+            surround(backend, bos, eos)
+        return cls(backend, special_tokens=special_tokens, templates=_read_templates(path, config), origin=str(path))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._templates)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if _LONE_SURROGATE.search(text):
+            raise ValueError("the text holds half of a surrogate pair, which has no encoding; send valid Unicode")
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, id: int) -> str:
+        """The text of one token, leading space included. Part of a character shows as U+FFFD, an unused id as ""."""
+        return self.token_bytes(id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, id: int) -> bytes:
+        """What one token adds to the text, as bytes: a token may be part of a character."""
+        token = self._backend.id_to_token(id)
+        if token is None:
+            return b""
+        if self.is_byte_level:
+            return _byte_level_bytes(token)
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(byte[1], 16)])
+        return token.replace("▁", " ").encode()
+
+    def is_byte_token(self, id: int) -> bool:
+        """Whether this token stands for a single byte, as <0x0A> does in sentencepiece vocabularies."""
+        return _BYTE_TOKEN.fullmatch(self._backend.id_to_token(id) or "") is not None
+
+    def is_silent(self, id: int, *, skip_special_tokens: bool) -> bool:
+        """Whether decode() passes over this id: a skipped special token, or an id that the vocabulary does not use."""
+        return (skip_special_tokens and id in self._special_ids) or self._backend.id_to_token(id) is None
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt for a conversation. It holds its own special tokens: encode it with add_special_tokens=False."""
+        template = self._template(tools)
+        given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        variables = {"documents": None, **self._special_tokens, **template_kwargs, **given}
+        pieces: list[str] = []
+        length = 0
+        try:
+            for piece in template.generate(variables):
+                pieces.append(piece)
+                length += len(piece)
+                if length > MAX_CHAT_LEN:
+                    raise ValueError(f"it wrote more than {MAX_CHAT_LEN} characters")
+        except Exception as error:  # a template is foreign code run on a client's data: whatever it raises is theirs
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"the chat template of {self._origin} failed on these messages ({reason})") from error
+        return "".join(pieces)
+
+    def fingerprint(self) -> str:
+        """The same for two tokenizers whose ids mean the same tokens."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        vocabulary = sorted((id, token) for token, id in self._backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+
+    @cached_property
+    def _compiled(self) -> dict[str, jinja2.Template]:
+        environment = _template_environment()
+        try:
+            return {name: environment.from_string(source) for name, source in self._templates.items()}
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template of {self._origin} does not parse ({error}); replace it") from error
+
+    def _template(self, tools: list[dict[str, Any]] | None) -> jinja2.Template:
+        if not self._templates:
+            raise ValueError(
+                f"{self._origin} has no chat template; send a plain prompt, or give it a chat_template.jinja"
+            )
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            known = ", ".join(sorted(self._templates))
+            raise ValueError(f"{self._origin} has no default chat template, only {known}; name one of them 'default'")
+        return self._compiled[name]
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+def surround(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Makes encode() put these tokens around a text (None for neither)."""
+    used = [token for token in (bos, eos) if token is not None]
+    missing = [token for token in used if backend.token_to_id(token) is None]
+    if missing:
+        raise ValueError(f"the tokenizer adds {missing[0]!r} to texts but has no such token; fix tokenizer_config.json")
+    pieces = ([bos] if bos is not None else []) + ["$A"] + ([eos] if eos is not None else [])
+    backend.post_processor = processors.TemplateProcessing(
+        single=pieces, special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(used)]
+    )
+
+
+def _places_tokens(backend: tokenizers.Tokenizer) -> bool:
+    """Whether tokenizer.json itself says which tokens go around a text."""
+    return backend.post_processor is not None and b"TemplateProcessing" in backend.post_processor.__getstate__()
+
+
+def _read_if_present(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises a bare Exception
+        raise ValueError(f"{file} is not a tokenizer ({error}); download the file again") from error
+    backend.no_truncation()  # limits left over from training
+    backend.no_padding()
+    return backend
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name; a value is the text itself or an object that holds it."""
+    values = {name: config[name] for name in SPECIAL_TOKEN_NAMES if config.get(name) is not None}
+    return {name: value["content"] if isinstance(value, dict) else str(value) for name, value in values.items()}
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str], file: Path
+) -> None:
+    """Tokens that only tokenizer_config.json declares, or that it calls special and tokenizer.json does not."""
+    declared = {int(id): entry for id, entry in config.get("added_tokens_decoder", {}).items()}
+    for id, entry in sorted(declared.items()):
+        if backend.token_to_id(entry["content"]) is not None:
+            continue
+        backend.add_tokens([AddedToken(**{k: v for k, v in entry.items() if not k.startswith("__")})])
+        if backend.token_to_id(entry["content"]) != id:
+            raise ValueError(f"{file} cannot give {entry['content']!r} its id {id}; save the tokenizer again")
+    already = {token.content for token in backend.get_added_tokens_decoder().values()}
+    named = [token for token in special_tokens.values() if backend.token_to_id(token) is not None]
+    backend.add_special_tokens([AddedToken(token, special=True) for token in named if token not in already])
+
+
+def _read_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    stored = config.get("chat_template") or {}
+    if isinstance(stored, str):
+        stored = {"default": stored}
+    elif isinstance(stored, list):
+        stored = {entry["name"]: entry["template"] for entry in stored}
+    templates = dict(stored)
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    if (path / "chat_template.jinja").is_file():
+        templates["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
+    return templates
+
+
+class _GenerationBlock(Extension):
+    """{% generation %} marks the assistant's words for training; for a prompt it is only a scope."""
+
+    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _template_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML, which models were not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+@lru_cache(maxsize=1)
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: printable characters as they are, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    alphabet = _byte_alphabet()
+    if all(character in alphabet for character in token):
+        return bytes(alphabet[character] for character in token)
+    return token.encode()  # an added token, kept as plain text
+
+
+class Detokenizer:
+    """Text that grows token by token: what add() returns is final, and all of it together is decode() of all ids."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._pieces: list[str] = []
+        stream_type = _ByteStream if tokenizer.is_byte_level else _WindowStream
+        self._stream = stream_type(tokenizer, self._audible_tail(prompt_ids))
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def add(self, id: int) -> str:
+        """The text that this token settles; "" while it may still turn out otherwise."""
+        if self._tokenizer.is_silent(id, skip_special_tokens=self._skip_special_tokens):
+            return ""
+        return self._keep(self._stream.add(id))
+
+    def finish(self) -> str:
+        """What was held back, as decode() would write it."""
+        return self._keep(self._stream.finish())
+
+    def _keep(self, text: str) -> str:
+        if text:
+            self._pieces.append(text)
+        return text
+
+    def _audible_tail(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The end of a prompt on which the text after it depends: back to a token that is no part of a character."""
+        tail: list[int] = []
+        for id in reversed(prompt_ids):
+            if self._tokenizer.is_silent(id, skip_special_tokens=self._skip_special_tokens):
+                continue
+            tail.insert(0, id)
+            if self._tokenizer.is_byte_level:
+                complete = len(tail) == 4  # no character is longer than four bytes
+            else:
+                complete = not self._tokenizer.is_byte_token(id)
+            if complete:
+                break
+        return tail
+
+
+class _ByteStream:
+    """Byte-level vocabularies: tokens are bytes, and only the last unfinished character is open."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_tail: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for id in prompt_tail:  # a prompt may end inside a character
+            self.add(id)
+
+    def add(self, id: int) -> str:
+        return self._decoder.decode(self._tokenizer.token_bytes(id))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowStream:
+    """Other vocabularies: decode the open tokens behind the last settled one, whose presence keeps leading spaces."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_tail: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._settled = prompt_tail
+        # Bytes at the end of a prompt may yet become a character.
+        self._settled_text = self._decode(prompt_tail).rstrip("\N{REPLACEMENT CHARACTER}")
+        self._open: list[int] = []
+
+    def add(self, id: int) -> str:
+        self._open.append(id)
+        if self._tokenizer.is_byte_token(id):  # a run of bytes is read as one: the next byte may make all of it invalid
+            return ""
+        text = self._open_text()
+        undecided = text.endswith("\N{REPLACEMENT CHARACTER}") and len(self._open) < 8
+        if not text or undecided:
+            return ""
+        self._settled, self._settled_text, self._open = [id], self._decode([id]), []
+        return text
+
+    def finish(self) -> str:
+        text = self._open_text() if self._open else ""
+        self._open = []
+        return text
+
+    def _open_text(self) -> str:
+        return self._decode(self._settled + self._open)[len(self._settled_text) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class StopChecker:
+    """Ends a text at a stop string, and holds back what may be the beginning of one."""
+
+    def __init__(self, stop: list[str], *, include_stop: bool = False) -> None:
+        if "" in stop:
+            raise ValueError("a stop string must not be empty; leave it out")
+        self._stop = stop
+        self._include_stop = include_stop
+        self._held = ""
+        self._matched: str | None = None
+
+    def add(self, text: str) -> tuple[str, str | None]:
+        """Text that is safe to show, and the stop string that ended the text (the first to be complete)."""
+        if self._matched is not None:
+            return "", self._matched
+        text = self._held + text
+        # Whichever ends first, however the text was cut on its way here; the longer one where two end together.
+        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text]
+        if found:
+            end, negative_len, self._matched = min(found)
+            self._held = ""
+            return text[: end if self._include_stop else end + negative_len], self._matched
+        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], None
+
+    def finish(self) -> str:
+        """What was held back and turned out to be plain text."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of the text that begins the stop string, short of all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

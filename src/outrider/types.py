@@ -1,0 +1,148 @@
+"""The handful of types that carry everything between the parts of the engine.
+T rows, B requests, K draft tokens, J = K + 1 judged rows, H hidden size, V vocabulary, S slots, P pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+NULL_PAGE = 0  # a page nobody owns: rows that must not be remembered are written there
+
+
+class Checkpoint(Protocol):
+    """Weights on disk, whatever the format: a config, and tensors by name."""
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+    def names(self) -> list[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def tensor(self, name: str) -> Tensor: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Keys and values of every token, in pages; `window` > 0 says how many of them a row looks back on."""
+
+    num_heads: int
+    head_dim: int
+    value_dim: int
+    window: int = 0
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        return self.num_heads * (self.head_dim + self.value_dim) * itemsize
+
+
+CacheSpec = Paged
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Where a parameter comes from: tensors of the checkpoint, and how they become one."""
+
+    names: tuple[str, ...]
+    combine: Callable[[list[Tensor]], Tensor] = torch.cat
+
+
+@dataclass
+class SlotState:
+    """What the device remembers of each running request, by slot."""
+
+    tokens: Tensor  # [S, W] committed tokens, then the draft; the last column is a dump for masked writes
+    lengths: Tensor  # [S] number of committed tokens
+    computed: Tensor  # [S] number of tokens whose keys and values are in the cache
+    draft_count: Tensor  # [S] draft tokens that follow the committed ones
+
+
+@dataclass
+class Sampling:
+    """The sampling options of a batch as tensors. The flags are known to the host when the batch is planned."""
+
+    temperature: Tensor  # [B]
+    top_k: Tensor  # [B], V where off
+    top_p: Tensor  # [B]
+    min_p: Tensor  # [B]
+    seed: Tensor  # [B] int64
+    repetition: Tensor  # [B]
+    presence: Tensor  # [B]
+    frequency: Tensor  # [B]
+    prompt_len: Tensor  # [B]
+    min_len: Tensor  # [B] sequence length under which no end token may be chosen
+    end_ids: Tensor  # [B, E] ids barred while too short, padded with -1
+    bias: Tensor | None  # [B, V] logit bias, -inf where a token is not allowed
+    bad_words: Tensor | None  # [B, W, M] id sequences aligned right, padded with -1
+    greedy: bool  # every request is greedy
+    filtered: bool  # some request has top_k, top_p or min_p
+    penalised: bool  # some request has a penalty
+    bounded: bool  # some request has min_tokens
+
+
+@dataclass
+class Batch:
+    """Device view of one forward pass: rows of several requests, one after the other."""
+
+    input_ids: Tensor  # [T]
+    positions: Tensor  # [T] rotary positions
+    indices: Tensor  # [T] cache index of each row; a row sees the keys up to its own index
+    query_start: Tensor  # [B + 1] int32, first row of each request
+    request: Tensor  # [T] which request of the batch a row belongs to
+    slots: Tensor  # [B]
+    page_table: Tensor  # [B, M] int32
+    write_locations: Tensor  # [T] page * page_size + offset
+    page_size: int
+    max_len: int  # no index of this batch reaches it
+    max_rows: int  # the most rows any request has
+    first_key: int = 0  # the first cache index that holds anything
+    memo: dict[Any, Any] = field(default_factory=dict)  # what layers share within the pass, e.g. rotary tables
+
+
+@dataclass
+class Step:
+    """One round as planned: the batch, and what is judged in it."""
+
+    batch: Batch
+    starts: Tensor  # [B] cache index of each request's first row
+    num_rows: Tensor  # [B]
+    logit_rows: Tensor  # [B, J] rows whose logits are wanted; the first is the one after the last known token
+    num_drafts: Tensor  # [B] how many of the rows after it are drafts
+    emits: Tensor  # [B] bool; false for a prompt chunk that is not the last
+    sampling: Sampling
+    state: SlotState
+    depth: int  # draft tokens wanted for the next round; 0: none, but the drafter still follows the text
+
+
+@dataclass
+class Hidden:
+    """What a target computed: the residual stream after the last layer, and the taps that were asked for."""
+
+    last: Tensor  # [T, H] before the final norm
+    taps: Tensor  # [T, n, H]
+    carry: Tensor | None = None  # [B, n, H] taps of the row before each request's first
+
+
+@dataclass
+class Draft:
+    tokens: Tensor  # [B, K]
+    count: Tensor  # [B]
+
+
+@dataclass
+class Verdict:
+    tokens: Tensor  # [B, J] the target's own choices
+    count: Tensor  # [B] how many of them are committed
+    kept: Tensor  # [B] rows of the pass that stay in the cache
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """One setting of a drafter, and where it was read."""
+
+    value: Any
+    source: str
