@@ -116,9 +116,14 @@ class Layer(nn.Module):
         x = x + self.self_attn.merge(mixed)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        q, k, v = self.self_attn.project(self.input_layernorm(x), cosine, sine)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        q, k, v = self.self_attn.project(self.input_layernorm(x), *tables)
+        if mask is None:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:  # the fast kernels take a mask or grouped heads, not both
+            group = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.finish(x, mixed)
 
 
@@ -146,13 +151,18 @@ class Llama(nn.Module):
         self.register_buffer("cosine", cosine, persistent=False)
         self.register_buffer("sine", sine, persistent=False)
 
-    def forward(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
-        """tokens [B, S] to the normed last state [B, S, H] and the asked taps, each [B, S, H]."""
+    def forward(
+        self, tokens: Tensor, taps: tuple[int, ...] = (), mask: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """tokens [B, S] to the normed last state [B, S, H] and the asked taps, each [B, S, H].
+
+        Causal, unless a mask (True: may be seen) [B, 1, S, S] says otherwise.
+        """
         x = self.model.embed_tokens(tokens)
-        cosine, sine = self.cosine[: tokens.shape[1]], self.sine[: tokens.shape[1]]
+        tables = self.cosine[: tokens.shape[1]], self.sine[: tokens.shape[1]]
         captured = [x] if 0 in taps else []
         for index, layer in enumerate(self.model.layers, start=1):
-            x = layer(x, cosine, sine)
+            x = layer(x, tables, mask)
             if index in taps:
                 captured.append(x)
         return self.model.norm(x), captured

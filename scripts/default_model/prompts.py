@@ -36,6 +36,7 @@ def _hero(pick: random.Random) -> tuple[str, str]:
 def story(pick: random.Random) -> Request:
     """A short story with a named hero."""
     hero, name = _hero(pick)
+    noun, lived = hero.split(" ", 1)[1], f"there lived {_article(hero)} named {name}"
     thing, place = pick.choice(words.OBJECTS), pick.choice(words.PLACES)
     activity, event = pick.choice(words.ACTIVITIES), pick.choice(words.EVENTS)
     other = pick.choice(words.ANIMALS)
@@ -54,19 +55,21 @@ def story(pick: random.Random) -> Request:
             "Tell me a short story with a happy end.",
         ]
     )
-    begin = pick.choice(["Once upon a time, there was", "Once upon a time, there was", "There once was", "Once there was"])
+    begin = pick.choice(
+        ["Once upon a time, there was", "Once upon a time, there was", "There once was", "Once there was"]
+    )
     opening = pick.choice(
         [
             f"{begin} {_article(hero)} named {name}. {name} lived {place} and liked to {activity}. One day, {event}.",
             f"{begin} {_article(hero)} named {name}. {name} loved to {activity}. One day,",
-            f"{begin} {_article(hero)} who lived {place}. One day, the {hero.split(' ', 1)[1]} found {_article(thing)}.",
-            f"Once upon a time, {place}, there lived {_article(hero)} named {name}. Every day, {name} liked to {activity}.",
-            f"Once upon a time, there was {_article(hero)}. The {hero.split(' ', 1)[1]}'s name was {name}, and",
+            f"{begin} {_article(hero)} who lived {place}. One day, the {noun} found {_article(thing)}.",
+            f"Once upon a time, {place}, {lived}. Every day, {name} liked to {activity}.",
+            f"Once upon a time, there was {_article(hero)}. The {noun}'s name was {name}, and",
             f"{name} was {_article(hero)} who lived {place}. One morning, {event}.",
             f"One day, {_article(hero)} named {name} went out to {activity}. On the way, {name} met {_article(other)}.",
-            f"One day, {name} found {_article(thing)}. \"What is this?\" asked {name}.",
-            f"{_capital(place)}, there lived {_article(hero)} named {name} and {_article(other)}. They were good friends.",
-            f"It was a quiet day {place}. {name} the {hero.split(' ', 1)[1]} wanted to {activity}, but {event}.",
+            f'One day, {name} found {_article(thing)}. "What is this?" asked {name}.',
+            f"{_capital(place)}, {lived} and {_article(other)}. They were good friends.",
+            f"It was a quiet day {place}. {name} the {noun} wanted to {activity}, but {event}.",
         ]
     )
     return Request("story", request, opening)
@@ -119,7 +122,13 @@ def letter(pick: random.Random) -> Request:
         ]
     )
     line = pick.choice(
-        ["I hope you are well.", "How are you?", "Thank you for your letter.", f"I want to tell you about {occasion}.", "I"]
+        [
+            "I hope you are well.",
+            "How are you?",
+            "Thank you for your letter.",
+            f"I want to tell you about {occasion}.",
+            "I",
+        ]
     )
     return Request("letter", request, f"Dear {receiver},\n\n{line}")
 
@@ -127,16 +136,24 @@ def letter(pick: random.Random) -> Request:
 def listing(pick: random.Random) -> Request:
     """A short list."""
     number, subject = pick.choice(["three", "four", "five", "six"]), pick.choice(words.LISTS)
-    request = pick.choice([f"List {number} {subject}.", f"Name {number} {subject}.", f"Give me a list of {number} {subject}."])
-    return Request("listing", request, pick.choice([f"Here are {number} {subject}:\n\n1.", "1.", f"{number.capitalize()}"]))
+    request = pick.choice(
+        [f"List {number} {subject}.", f"Name {number} {subject}.", f"Give me a list of {number} {subject}."]
+    )
+    return Request(
+        "listing", request, pick.choice([f"Here are {number} {subject}:\n\n1.", "1.", f"{number.capitalize()}"])
+    )
 
 
 def description(pick: random.Random) -> Request:
     """A place at some time."""
     scene, time = pick.choice(words.SCENES), pick.choice(words.TIMES)
-    request = pick.choice([f"Describe {scene} {time}.", f"Write a few sentences about {scene} {time}.", f"What is {scene} like {time}?"])
+    request = pick.choice(
+        [f"Describe {scene} {time}.", f"Write a few sentences about {scene} {time}.", f"What is {scene} like {time}?"]
+    )
     noun = "The " + scene.split(" ", 1)[1]
-    opening = pick.choice([f"{noun} is", f"{_capital(time)}, {noun.lower()} is", "", f"{noun} was quiet {time}.", "The air is"])
+    opening = pick.choice(
+        [f"{noun} is", f"{_capital(time)}, {noun.lower()} is", "", f"{noun} was quiet {time}.", "The air is"]
+    )
     return Request("description", request, opening)
 
 
@@ -152,10 +169,10 @@ def dialogue(pick: random.Random) -> Request:
     )
     opening = pick.choice(
         [
-            f"\"Good morning,\" said the {first}. \"Where are you going?\"\n\n\"",
-            f"\"Hello,\" said the {first}. \"Have you seen my {thing}?\"\n\n\"",
-            f"The {first} met the {second} on the road. \"",
-            f"\"Look at this {thing}!\" said the {first}.\n\n\"",
+            f'"Good morning," said the {first}. "Where are you going?"\n\n"',
+            f'"Hello," said the {first}. "Have you seen my {thing}?"\n\n"',
+            f'The {first} met the {second} on the road. "',
+            f'"Look at this {thing}!" said the {first}.\n\n"',
         ]
     )
     return Request("dialogue", request, opening)
@@ -176,7 +193,11 @@ def diary(pick: random.Random) -> Request:
     occasion, event = pick.choice(words.OCCASIONS), pick.choice(words.EVENTS)
     name = pick.choice(words.NAMES)
     request = pick.choice(
-        [f"Write a short diary page about {occasion}.", f"Tell me about your day. It was about {occasion}.", f"Write about {occasion} as {name}."]
+        [
+            f"Write a short diary page about {occasion}.",
+            f"Tell me about your day. It was about {occasion}.",
+            f"Write about {occasion} as {name}.",
+        ]
     )
     opening = pick.choice(
         [

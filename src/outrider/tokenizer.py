@@ -173,7 +173,7 @@ def surround(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) ->
     used = [token for token in (bos, eos) if token is not None]
     missing = [token for token in used if backend.token_to_id(token) is None]
     if missing:
-        raise ValueError(f"the tokenizer adds {missing[0]!r} to texts but has no such token; fix tokenizer_config.json")
+        raise ValueError(f"the tokenizer adds {missing[0]!r} to texts but has no such token; correct its bos and eos")
     pieces = ([bos] if bos is not None else []) + ["$A"] + ([eos] if eos is not None else [])
     backend.post_processor = processors.TemplateProcessing(
         single=pieces, special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(used)]
@@ -295,6 +295,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._pieces: list[str] = []
+        self._is_empty = True
         stream_type = _ByteStream if tokenizer.is_byte_level else _WindowStream
         self._stream = stream_type(tokenizer, self._audible_tail(prompt_ids))
 
@@ -306,11 +307,12 @@ class Detokenizer:
         """The text that this token settles; "" while it may still turn out otherwise."""
         if self._tokenizer.is_silent(id, skip_special_tokens=self._skip_special_tokens):
             return ""
+        self._is_empty = False
         return self._keep(self._stream.add(id))
 
     def finish(self) -> str:
         """What was held back, as decode() would write it."""
-        return self._keep(self._stream.finish())
+        return "" if self._is_empty else self._keep(self._stream.finish())  # no text of the prompt alone
 
     def _keep(self, text: str) -> str:
         if text:

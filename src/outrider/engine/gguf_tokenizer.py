@@ -36,7 +36,6 @@ SPLITTINGS = {
     "smollm": Splitting((r"\p{N}", WORDS)),
     "starcoder": Splitting((r"\p{N}", WORDS)),
     "qwen2": Splitting((CASELESS_WORDS % r"\p{N}",), normalise=True),
-    "deepseek-r1-qwen": Splitting((CASELESS_WORDS % r"\p{N}",), normalise=True),
     "llama-bpe": Splitting((CASELESS_WORDS % r"\p{N}{1,3}",), whole_words=True, add_bos=True),
 }
 
@@ -52,8 +51,13 @@ class Vocabulary:
 
     def special(self, name: str) -> str | None:
         """The text of "bos", "eos" and so on."""
-        id = self.metadata.get(f"tokenizer.ggml.{GGUF_NAMES.get(name, name)}_token_id", int, None)
-        return self.tokens[id] if id is not None and id < len(self.tokens) else None
+        key = f"tokenizer.ggml.{GGUF_NAMES.get(name, name)}_token_id"
+        id = self.metadata.get(key, int, None)
+        if id is None:
+            return None
+        if not 0 <= id < len(self.tokens):
+            raise ValueError(f"{self.metadata.path}: {key!r} is {id}, which no token has; convert the model again")
+        return self.tokens[id]
 
     def of_kind(self, *kinds: int) -> list[str]:
         return [token for token, id in self.ids.items() if self.kinds[id] in kinds]
@@ -83,9 +87,9 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer | None:
 
 
 def _read_vocabulary(metadata: Metadata) -> Vocabulary:
-    tokens = metadata.get("tokenizer.ggml.tokens", list)
+    tokens = _texts(metadata, "tokenizer.ggml.tokens")
     kinds = metadata.get("tokenizer.ggml.token_type", list, [NORMAL] * len(tokens))
-    if len(kinds) != len(tokens) or not all(isinstance(token, str) for token in tokens):
+    if len(kinds) != len(tokens):
         raise ValueError(f"{metadata.path}: its tokens and token types do not match; convert the model again")
     ids: dict[str, int] = {}
     for id, token in enumerate(tokens):
@@ -93,6 +97,13 @@ def _read_vocabulary(metadata: Metadata) -> Vocabulary:
         if not (kinds[id] in (UNUSED, USER_DEFINED) and token == f"[PAD{id}]"):
             ids.setdefault(token, id)
     return Vocabulary(metadata, tokens, kinds, ids)
+
+
+def _texts(metadata: Metadata, key: str) -> list[str]:
+    texts = metadata.get(key, list)
+    if not all(type(text) is str for text in texts):
+        raise ValueError(f"{metadata.path}: {key!r} holds other values than texts; convert the model again")
+    return texts
 
 
 def _read_templates(metadata: Metadata) -> dict[str, str]:
@@ -117,7 +128,7 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
         known = ", ".join(SPLITTINGS)
         raise ValueError(f"{metadata.path}: pre-tokenizer {name!r} is unknown, only {known}; use safetensors")
     splitting = SPLITTINGS[name]
-    merges = [_split_merge(merge) for merge in metadata.get("tokenizer.ggml.merges", list)]
+    merges = [_split_merge(merge) for merge in _texts(metadata, "tokenizer.ggml.merges")]
     backend = _byte_pair_backend(vocabulary, merges, ignore_merges=splitting.whole_words)
     if splitting.normalise:
         backend.normalizer = normalizers.NFC()
@@ -165,7 +176,7 @@ def _split_merge(merge: str) -> tuple[str, str]:
 
 
 def _merges_from_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Sentencepiece joins the neighbours that make the piece of the highest score: every way to make one, best first."""
+    """Sentencepiece joins the neighbours that make the best-scored piece: all ways to make each piece, best first."""
     metadata, ids = vocabulary.metadata, vocabulary.ids
     scores = metadata.get("tokenizer.ggml.scores", list)
     if len(scores) != len(vocabulary.tokens):

@@ -6,6 +6,7 @@
  * one fixed tree; fused multiply-adds are written out and the compiler is forbidden to form or reorder any. */
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__AVX512F__)
@@ -25,6 +26,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define ALIGNED __attribute__((aligned(64)))
 #define EXPORT __attribute__((visibility("default")))
 
 typedef float vector __attribute__((vector_size(LANES * 4)));
@@ -32,7 +34,9 @@ typedef int32_t integers __attribute__((vector_size(LANES * 4)));
 typedef float loose_vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 enum {
-    COLUMN_BLOCK = 24, /* a multiple of every tile's column count */
+    COLUMN_BLOCK = 24, /* columns of one task, when rows are few: a multiple of every tile's column count */
+    WIDE_COLUMN_BLOCK = 96, /* when rows are many, so that each is read less often */
+    MANY_ROWS = 64,
     DEPTH_BLOCK = 1024, /* of k: a tile's rows and columns together stay in the first-level cache */
     SMALL_WORK = 50000, /* multiply-adds below which waking threads costs more than it saves */
     KEY_BLOCK = 128, /* keys of one partial softmax; its bounds are absolute, so that they are every row's */
@@ -84,54 +88,64 @@ INLINE vector choose(integers mask, vector yes, vector no) {
     return (vector)(((integers)yes & mask) | ((integers)no & ~mask));
 }
 
+/* The larger (smaller) of both; b where either is NaN. */
+INLINE vector greatest(vector a, vector b) {
+#if LANES == 16
+    return (vector)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vector)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+
+INLINE vector least(vector a, vector b) { return -greatest(-a, -b); }
+
 INLINE integers lane_numbers(void) {
     integers numbers;
     for (int i = 0; i < LANES; i++) numbers[i] = i;
     return numbers;
 }
 
+#if LANES == 16
+#define EVENS 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODDS 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif LANES == 8
+#define EVENS 0, 2, 4, 6, 8, 10, 12, 14
+#define ODDS 1, 3, 5, 7, 9, 11, 13, 15
+#else
+#define EVENS 0, 2, 4, 6
+#define ODDS 1, 3, 5, 7
+#endif
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (integers){__VA_ARGS__})
 #endif
+#define UNROLL _Pragma("GCC unroll 32")
 
-/* Both vectors hold segments of 2 * half lanes; fold each segment in two and line the results up. */
-INLINE vector fold_pair(vector a, vector b, int half) {
-#if LANES == 16
-    if (half == 8)
-        return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    if (half == 4)
-        return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    if (half == 2)
-        return SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-               SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-    return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#elif LANES == 8
-    if (half == 4) return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-    if (half == 2) return SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13) + SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15);
-    return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14) + SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-#else
-    if (half == 2) return SHUFFLE(a, b, 0, 1, 4, 5) + SHUFFLE(a, b, 2, 3, 6, 7);
-    return SHUFFLE(a, b, 0, 2, 4, 6) + SHUFFLE(a, b, 1, 3, 5, 7);
-#endif
+/* sums[i] = the sum of all lanes of v[i], for a constant count. Neighbouring lanes are added, then neighbouring sums,
+ * and so on: the same tree for every vector, whatever its place. */
+INLINE void fold_all(const vector *v, int count, float *sums) {
+    UNROLL for (int base = 0; base < count; base += LANES) {
+        vector level[LANES];
+        UNROLL for (int i = 0; i < LANES; i++) level[i] = base + i < count ? v[base + i] : (vector){0};
+        UNROLL for (int half = LANES / 2; half >= 1; half /= 2)
+            UNROLL for (int i = 0; i < half; i++)
+                level[i] = SHUFFLE(level[2 * i], level[2 * i + 1], EVENS) + SHUFFLE(level[2 * i], level[2 * i + 1], ODDS);
+        store(sums + base, level[0]);
+    }
 }
 
-/* sums[i] = the sum of all lanes of v[i]; count is a constant after inlining. Always the same tree per vector. */
-INLINE void fold_all(const vector *v, int count, float *sums) {
-#pragma GCC unroll 32
-    for (int base = 0; base < count; base += LANES) {
-        vector level[LANES];
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) level[i] = base + i < count ? v[base + i] : (vector){0};
-#pragma GCC unroll 4
-        for (int half = LANES / 2; half >= 1; half /= 2)
-#pragma GCC unroll 8
-            for (int i = 0; i < half; i++) level[i] = fold_pair(level[2 * i], level[2 * i + 1], half);
-        store(sums + base, level[0]);
+/* Transpose a square. Unzipping pairs of vectors rotates the bits of (vector, lane) by one place. */
+INLINE void transpose(vector *v) {
+    UNROLL for (int stage = 1; stage < LANES; stage *= 2) {
+        vector next[LANES];
+        UNROLL for (int i = 0; i < LANES / 2; i++) {
+            next[i] = SHUFFLE(v[2 * i], v[2 * i + 1], EVENS);
+            next[LANES / 2 + i] = SHUFFLE(v[2 * i], v[2 * i + 1], ODDS);
+        }
+        UNROLL for (int i = 0; i < LANES; i++) v[i] = next[i];
     }
 }
 
@@ -141,10 +155,10 @@ INLINE float fold(vector v) {
     return sums[0];
 }
 
-/* exp to about one unit in the last place: 2^n * e^r with |r| <= ln(2)/2, e^r - 1 - r a minimax polynomial. */
+/* exp to about one unit in the last place: 2^n * e^r with |r| <= ln(2)/2, e^r - 1 - r a minimax polynomial. It
+ * saturates where the result would leave the normal range, which no caller can tell from the truth. */
 INLINE vector exp_vector(vector x) {
-    x = choose(x > 89.0f, spread(89.0f), x);
-    x = choose(x < -104.0f, spread(-104.0f), x);
+    x = least(spread(88.3f), greatest(spread(-87.3f), x));
     const vector magic = spread(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
     vector shifted = fma_vector(x, spread(1.44269504f), magic);
     vector n = shifted - magic;
@@ -156,9 +170,7 @@ INLINE vector exp_vector(vector x) {
     tail = fma_vector(tail, r, spread(1.666652040e-1f));
     tail = fma_vector(tail, r, spread(4.999999343e-1f));
     vector power = fma_vector(tail, r * r, r) + 1.0f;
-    /* two factors, as 2^n alone would leave the range of exponents at both ends */
-    integers whole = (integers)shifted - (integers)magic, first = whole >> 1, second = whole - first;
-    return power * (vector)((first + 127) << 23) * (vector)((second + 127) << 23);
+    return power * (vector)(((integers)shifted - (integers)magic + 127) << 23);
 }
 
 INLINE float exp_scalar(float x) { return exp_vector(spread(x))[0]; }
@@ -174,122 +186,135 @@ INLINE vector tanh_vector(vector x) {
     return choose((x > -0.64f) & (x < 0.64f), near, far);
 }
 
-/* ---- dot products of rows with columns: the heart of linear and of attention scores ---- */
-
-typedef struct {
-    const float *rows; /* [num_rows, length] with row_stride */
-    long row_stride, num_rows;
-    const float *const *columns; /* one pointer for each column */
-    long num_columns, length;
-    float *out; /* [num_rows, num_columns] with out_stride */
-    long out_stride;
-    int add; /* add to what out holds */
-    long ahead; /* distance of the weights that come next, to be fetched meanwhile; 0 for none */
-} dots;
-
-INLINE void dot_tile(const dots *d, int rows, int columns, long row, long column, long ahead) {
-    const float *x[ROW_TILE], *w[8];
-    vector sums[ROW_TILE * 8];
-    for (int r = 0; r < rows; r++) x[r] = d->rows + (row + r) * d->row_stride;
-    for (int c = 0; c < columns; c++) w[c] = d->columns[column + c];
-    for (int i = 0; i < rows * columns; i++) sums[i] = (vector){0};
-    long k = 0;
-    for (; k + LANES <= d->length; k += LANES) {
-        vector a[8];
-        if (rows > columns) {
-            for (int c = 0; c < columns; c++) a[c] = load(w[c] + k);
-            for (int c = 0; c < columns; c++) __builtin_prefetch(w[c] + k + ahead, 0, 2);
-            for (int r = 0; r < rows; r++) {
-                vector b = load(x[r] + k);
-                for (int c = 0; c < columns; c++) sums[r * columns + c] = fma_vector(a[c], b, sums[r * columns + c]);
-            }
-        } else {
-            for (int r = 0; r < rows; r++) a[r] = load(x[r] + k);
-            for (int c = 0; c < columns; c++) {
-                vector b = load(w[c] + k);
-                __builtin_prefetch(w[c] + k + ahead, 0, 2);
-                for (int r = 0; r < rows; r++) sums[r * columns + c] = fma_vector(b, a[r], sums[r * columns + c]);
-            }
-        }
-    }
-    if (k < d->length)
-        for (int r = 0; r < rows; r++) {
-            vector b = load_part(x[r] + k, d->length - k);
-            for (int c = 0; c < columns; c++)
-                sums[r * columns + c] = fma_vector(load_part(w[c] + k, d->length - k), b, sums[r * columns + c]);
-        }
-    float folded[32];
-    fold_all(sums, rows * columns, folded);
-    for (int r = 0; r < rows; r++) {
-        float *out = d->out + (row + r) * d->out_stride + column;
-        for (int c = 0; c < columns; c++) out[c] = d->add ? out[c] + folded[r * columns + c] : folded[r * columns + c];
-    }
-}
-
-/* Row tiles each pass over all columns. A pass fetches its share of the next columns, to keep the memory busy. */
-INLINE void dot_pass(const dots *d, int rows, int columns, long row, long pass, long num_passes) {
-    long column = 0;
-    for (long panel = 0; column + columns <= d->num_columns; panel++, column += columns)
-        dot_tile(d, rows, columns, row, column, panel % num_passes == pass ? d->ahead : 0);
-    for (; column < d->num_columns; column++) dot_tile(d, rows, 1, row, column, d->ahead);
-}
-
-static void dot_all(const dots *d) {
-    long num_passes = ceil_div(d->num_rows, ROW_TILE);
-    for (long pass = 0; pass < num_passes; pass++) {
-        long row = pass * d->num_rows / num_passes, rows = (pass + 1) * d->num_rows / num_passes - row;
-        switch (rows) {
-        case 1: dot_pass(d, 1, 8, row, pass, num_passes); break;
-#if ROW_TILE == 4
-        case 2: dot_pass(d, 2, 6, row, pass, num_passes); break;
-        case 3: dot_pass(d, 3, 4, row, pass, num_passes); break;
-        case 4: dot_pass(d, 4, 3, row, pass, num_passes); break;
-#else
-        case 2: dot_pass(d, 2, 8, row, pass, num_passes); break;
-        case 3: dot_pass(d, 3, 8, row, pass, num_passes); break;
-        case 4: dot_pass(d, 4, 6, row, pass, num_passes); break;
-        case 5: dot_pass(d, 5, 4, row, pass, num_passes); break;
-        case 6: dot_pass(d, 6, 4, row, pass, num_passes); break;
-        case 7: dot_pass(d, 7, 3, row, pass, num_passes); break;
-        case 8: dot_pass(d, 8, 3, row, pass, num_passes); break;
-#endif
-        }
-    }
-}
-
 /* ---- linear ---- */
 
 typedef struct {
     const float *x, *weight, *bias;
     float *out;
     long num_rows, num_outputs, depth;
-    long num_column_blocks, num_row_groups, depth_block;
+    long column_block, num_column_blocks, num_row_groups, depth_block;
 } linear_work;
 
+/* Some rows and columns of the output, over a stretch of k. */
+typedef struct {
+    const linear_work *work;
+    long row, num_rows, column, num_columns, k, length;
+    long ahead; /* distance of the weights that come next, to be fetched meanwhile */
+} linear_patch;
+
+/* Hold a loaded vector in its register: left alone, compilers load it again for every multiply-add that takes it. */
+#if LANES == 16
+#define HOLD(v) __asm__("" : "+v"(v))
+#elif LANES == 8
+#define HOLD(v) __asm__("" : "+x"(v))
+#elif defined(__aarch64__)
+#define HOLD(v) __asm__("" : "+w"(v))
+#else
+#define HOLD(v) (void)0
+#endif
+
+/* One step of LANES along k. The longer side streams through one register, the shorter one stays in several. */
+INLINE void dot_step(int rows, int columns, const float *const *x, const float *const *w, vector *sums, long part) {
+    vector held[8];
+    int across = rows > columns, num_held = across ? columns : rows, num_streamed = across ? rows : columns;
+    UNROLL for (int i = 0; i < num_held; i++) {
+        const float *p = across ? w[i] : x[i];
+        held[i] = part ? load_part(p, part) : load(p);
+        HOLD(held[i]);
+    }
+    UNROLL for (int j = 0; j < num_streamed; j++) {
+        const float *p = across ? x[j] : w[j];
+        vector streamed = part ? load_part(p, part) : load(p);
+        HOLD(streamed);
+        UNROLL for (int i = 0; i < num_held; i++) {
+            int at = across ? j * columns + i : i * columns + j;
+            sums[at] = fma_vector(streamed, held[i], sums[at]);
+        }
+    }
+}
+
+INLINE void dot_tile(const linear_patch *patch, int rows, int columns, long row, long column, long ahead) {
+    const linear_work *work = patch->work;
+    const float *x[ROW_TILE], *w[8];
+    vector sums[ROW_TILE * 8];
+    float folded[32];
+    UNROLL for (int r = 0; r < rows; r++) x[r] = work->x + (row + r) * work->depth + patch->k;
+    UNROLL for (int c = 0; c < columns; c++) w[c] = work->weight + (column + c) * work->depth + patch->k;
+    UNROLL for (int i = 0; i < rows * columns; i++) sums[i] = (vector){0};
+    long left = patch->length;
+    for (; left >= LANES; left -= LANES) {
+        UNROLL for (int c = 0; c < columns; c++) __builtin_prefetch(w[c] + ahead, 0, 2);
+        dot_step(rows, columns, x, w, sums, 0);
+        UNROLL for (int r = 0; r < rows; r++) x[r] += LANES;
+        UNROLL for (int c = 0; c < columns; c++) w[c] += LANES;
+    }
+    if (left > 0) dot_step(rows, columns, x, w, sums, left);
+    fold_all(sums, rows * columns, folded);
+    __asm__ volatile("" : : "r"(folded) : "memory"); /* picking lanes out of memory beats shuffling them out */
+    UNROLL for (int r = 0; r < rows; r++) {
+        float *out = work->out + (row + r) * work->num_outputs + column;
+        UNROLL for (int c = 0; c < columns; c++)
+            out[c] = patch->k > 0 ? out[c] + folded[r * columns + c] : folded[r * columns + c];
+    }
+}
+
+/* Row tiles each pass over all columns. A pass fetches its share of the next columns, to keep the memory busy. */
+INLINE void dot_pass(const linear_patch *patch, int rows, int columns, long row, long pass, long num_passes) {
+    long column = patch->column, end = patch->column + patch->num_columns, turn = pass;
+    for (; column + columns <= end; column += columns) {
+        dot_tile(patch, rows, columns, row, column, turn == 0 ? patch->ahead : 0);
+        turn = turn == 0 ? num_passes - 1 : turn - 1;
+    }
+    for (; column < end; column++) dot_tile(patch, rows, 1, row, column, patch->ahead);
+}
+
+static void dot_patch(const linear_patch *patch) {
+    long num_passes = ceil_div(patch->num_rows, ROW_TILE);
+    for (long pass = 0; pass < num_passes; pass++) {
+        long first = pass * patch->num_rows / num_passes, end = (pass + 1) * patch->num_rows / num_passes;
+        long row = patch->row + first;
+        switch (end - first) {
+        case 1: dot_pass(patch, 1, 8, row, pass, num_passes); break;
+#if ROW_TILE == 4
+        case 2: dot_pass(patch, 2, 6, row, pass, num_passes); break;
+        case 3: dot_pass(patch, 3, 4, row, pass, num_passes); break;
+        case 4: dot_pass(patch, 4, 3, row, pass, num_passes); break;
+#else
+        case 2: dot_pass(patch, 2, 8, row, pass, num_passes); break;
+        case 3: dot_pass(patch, 3, 8, row, pass, num_passes); break;
+        case 4: dot_pass(patch, 4, 6, row, pass, num_passes); break;
+        case 5: dot_pass(patch, 5, 4, row, pass, num_passes); break;
+        case 6: dot_pass(patch, 6, 4, row, pass, num_passes); break;
+        case 7: dot_pass(patch, 7, 3, row, pass, num_passes); break;
+        case 8: dot_pass(patch, 8, 3, row, pass, num_passes); break;
+#endif
+        }
+    }
+}
+
 static void linear_task(const linear_work *work, long task, long next_task) {
-    long first = task % work->num_column_blocks * COLUMN_BLOCK, group = task / work->num_column_blocks;
-    long next = next_task % work->num_column_blocks * COLUMN_BLOCK, depth = work->depth;
+    long column = task % work->num_column_blocks * work->column_block, group = task / work->num_column_blocks;
+    long next_column = next_task % work->num_column_blocks * work->column_block;
     long row = group * work->num_rows / work->num_row_groups;
     long row_end = (group + 1) * work->num_rows / work->num_row_groups;
-    long count = smaller(COLUMN_BLOCK, work->num_outputs - first);
-    float *out = work->out + row * work->num_outputs + first;
-    for (long k = 0; k < depth; k += work->depth_block) {
-        const float *columns[COLUMN_BLOCK];
-        for (long c = 0; c < count; c++) columns[c] = work->weight + (first + c) * depth + k;
-        dots d = {work->x + row * depth + k, depth, row_end - row, columns, count,
-                  smaller(work->depth_block, depth - k), out, work->num_outputs, k > 0, (next - first) * depth};
-        dot_all(&d);
+    long num_columns = smaller(work->column_block, work->num_outputs - column);
+    for (long k = 0; k == 0 || k < work->depth; k += work->depth_block) {
+        linear_patch patch = {work, row, row_end - row, column, num_columns, k,
+                              smaller(work->depth_block, work->depth - k), (next_column - column) * work->depth};
+        dot_patch(&patch);
     }
     if (work->bias)
-        for (long r = 0; r < row_end - row; r++)
-            for (long c = 0; c < count; c++) out[r * work->num_outputs + c] += work->bias[first + c];
+        for (; row < row_end; row++)
+            for (long c = column; c < column + num_columns; c++) work->out[row * work->num_outputs + c] += work->bias[c];
 }
 
 EXPORT void outrider_linear(const float *x, const float *weight, const float *bias, float *out, long num_rows,
                             long num_outputs, long depth, int num_threads) {
     long depth_blocks = larger(1, ceil_div(depth, DEPTH_BLOCK)); /* from the depth alone: it sets the order of sums */
-    linear_work work = {x, weight, bias, out, num_rows, num_outputs, depth, ceil_div(num_outputs, COLUMN_BLOCK), 1,
-                        ceil_div(ceil_div(depth, depth_blocks), LANES) * LANES};
+    long column_block = num_rows > MANY_ROWS ? WIDE_COLUMN_BLOCK : COLUMN_BLOCK;
+    linear_work work = {x, weight, bias, out, num_rows, num_outputs, depth, column_block,
+                        ceil_div(num_outputs, column_block), 1,
+                        larger(1, ceil_div(ceil_div(depth, depth_blocks), LANES)) * LANES};
     if (num_rows * num_outputs * depth < SMALL_WORK) num_threads = 1;
     if (work.num_column_blocks < 4 * num_threads && num_threads > 1)
         work.num_row_groups = larger(1, smaller(4 * num_threads / work.num_column_blocks, num_rows / ROW_TILE));
@@ -353,7 +378,7 @@ EXPORT void outrider_gated(const float *gate_up, float *out, long num_rows, long
 static int64_t argmax(const float *x, long width) {
     vector best = spread(-INFINITY);
     long i = 0;
-    for (; i + LANES <= width; i += LANES) best = choose(load(x + i) > best, load(x + i), best);
+    for (; i + LANES <= width; i += LANES) best = greatest(load(x + i), best);
     float top = -INFINITY;
     for (int lane = 0; lane < LANES; lane++) top = best[lane] > top ? best[lane] : top;
     for (; i < width; i++) top = x[i] > top ? x[i] : top;
@@ -436,6 +461,7 @@ typedef struct {
 typedef struct {
     long request, row, num_rows, key_head, head, num_heads;
     long lower[QUERY_TILE], upper[QUERY_TILE]; /* each row's keys are lower <= key < upper */
+    long least, most; /* the same for the rows together */
     long first_block, end_block;
 } query_tile;
 
@@ -474,21 +500,21 @@ static query_tile find_tile(const attention_work *work, long number) {
     long first = part / work->keys.num_heads * heads_per_tile(work);
     tile.head = tile.key_head * group_size(work) + first;
     tile.num_heads = smaller(heads_per_tile(work), group_size(work) - first);
-    long least = INT64_MAX, most = 0;
+    tile.least = INT64_MAX;
     for (long r = 0; r < tile.num_rows; r++) {
         long index = work->indices[tile.row + r];
         tile.lower[r] = larger(work->first_key, work->window > 0 ? larger(0, index - work->window + 1) : 0);
         tile.upper[r] = (work->block_end ? work->block_end[tile.row + r] : index) + 1;
         if (tile.upper[r] <= tile.lower[r]) continue;
-        least = smaller(least, tile.lower[r]);
-        most = larger(most, tile.upper[r]);
+        tile.least = smaller(tile.least, tile.lower[r]);
+        tile.most = larger(tile.most, tile.upper[r]);
     }
-    tile.first_block = most > 0 ? least / KEY_BLOCK : 0;
-    tile.end_block = ceil_div(most, KEY_BLOCK);
+    tile.first_block = tile.most > 0 ? tile.least / KEY_BLOCK : 0;
+    tile.end_block = ceil_div(tile.most, KEY_BLOCK);
     return tile;
 }
 
-/* scores[0..KEY_BLOCK) become exp(score - maximum) from begin to end, zero elsewhere in the vectors touched. */
+/* scores[begin..end) become exp(score - maximum). Lanes beside them are next to nothing in the total, and not used. */
 static partial soften(float *scores, long begin, long end, float softcap) {
     vector highest = spread(-INFINITY), total = {0};
     long start = begin / LANES * LANES;
@@ -497,113 +523,193 @@ static partial soften(float *scores, long begin, long end, float softcap) {
         vector s = load(scores + i);
         if (softcap > 0.0f) s = softcap * tanh_vector(s / softcap);
         s = choose((key >= (int32_t)begin) & (key < (int32_t)end), s, spread(-INFINITY));
-        highest = choose(s > highest, s, highest);
+        highest = greatest(s, highest);
         store(scores + i, s);
     }
     float maximum = highest[0];
     for (int lane = 1; lane < LANES; lane++) maximum = highest[lane] > maximum ? highest[lane] : maximum;
     for (long i = start; i < end; i += LANES) {
-        vector s = load(scores + i);
-        vector weight = choose(s == -INFINITY, (vector){0}, exp_vector(s - maximum));
+        vector weight = exp_vector(load(scores + i) - maximum);
         total += weight;
         store(scores + i, weight);
     }
     return (partial){maximum, fold(total)};
 }
 
-/* out[pair] += weights[pair][key] * values[key] for keys from begin to end, in that order. */
-INLINE void value_tile(int pairs, int vectors, const float *weights, const float *const *values, long begin, long end,
-                       float *out, long out_stride, long part) {
+/* out[pair][...] += weights[pair][i] * sources[i][...] for i from begin to end, in that order: scores are made so from
+ * the query's dims and transposed keys, outputs from the softmax's weights and the values. */
+typedef struct {
+    const float *weights;
+    long weight_stride;
+    const float *const *sources;
+    long begin, end;
+    float *out;
+    long out_stride, width;
+} blend;
+
+INLINE void blend_tile(const blend *b, int pairs, int vectors, long pair, long at, long part) {
     vector sums[VALUE_ROWS * 4];
-    for (int p = 0; p < pairs; p++)
-        for (int v = 0; v < vectors; v++)
-            sums[p * vectors + v] = part ? load_part(out + p * out_stride, part) : load(out + p * out_stride + v * LANES);
-    for (long key = begin; key < end; key++) {
+    const float *weights = b->weights + pair * b->weight_stride;
+    float *out = b->out + pair * b->out_stride + at;
+    UNROLL for (int p = 0; p < pairs; p++)
+        UNROLL for (int v = 0; v < vectors; v++) {
+            const float *from = out + p * b->out_stride + v * LANES;
+            sums[p * vectors + v] = part ? load_part(from, part) : load(from);
+        }
+    for (long i = b->begin; i < b->end; i++) {
+        const float *source = b->sources[i] + at;
         vector value[4];
-        for (int v = 0; v < vectors; v++) value[v] = part ? load_part(values[key], part) : load(values[key] + v * LANES);
-        for (int p = 0; p < pairs; p++) {
-            vector weight = spread(weights[p * KEY_BLOCK + key]);
-            for (int v = 0; v < vectors; v++) sums[p * vectors + v] = fma_vector(weight, value[v], sums[p * vectors + v]);
+        UNROLL for (int v = 0; v < vectors; v++) {
+            value[v] = part ? load_part(source, part) : load(source + v * LANES);
+            HOLD(value[v]);
+        }
+        UNROLL for (int p = 0; p < pairs; p++) {
+            vector weight = spread(weights[p * b->weight_stride + i]);
+            HOLD(weight);
+            UNROLL for (int v = 0; v < vectors; v++)
+                sums[p * vectors + v] = fma_vector(weight, value[v], sums[p * vectors + v]);
         }
     }
-    for (int p = 0; p < pairs; p++)
-        for (int v = 0; v < vectors; v++)
-            if (part) store_part(out + p * out_stride, sums[p * vectors + v], part);
-            else store(out + p * out_stride + v * LANES, sums[p * vectors + v]);
+    UNROLL for (int p = 0; p < pairs; p++)
+        UNROLL for (int v = 0; v < vectors; v++) {
+            float *to = out + p * b->out_stride + v * LANES;
+            if (part) store_part(to, sums[p * vectors + v], part);
+            else store(to, sums[p * vectors + v]);
+        }
 }
 
-INLINE void value_pass(int pairs, const float *weights, const float *const *values, long begin, long end, float *out,
-                       long out_stride, long dim) {
-    const float *shifted[KEY_BLOCK];
-    long d = 0;
-    for (; d < dim; d += d + 4 * LANES <= dim ? 4 * LANES : LANES) {
-        for (long key = begin; key < end; key++) shifted[key] = values[key] + d;
-        if (d + 4 * LANES <= dim) value_tile(pairs, 4, weights, shifted, begin, end, out + d, out_stride, 0);
-        else if (d + LANES <= dim) value_tile(pairs, 1, weights, shifted, begin, end, out + d, out_stride, 0);
-        else value_tile(pairs, 1, weights, shifted, begin, end, out + d, out_stride, dim - d);
-    }
+INLINE void blend_pass(const blend *b, int pairs, long pair) {
+    long at = 0;
+    for (; at + 4 * LANES <= b->width; at += 4 * LANES) blend_tile(b, pairs, 4, pair, at, 0);
+    for (; at + LANES <= b->width; at += LANES) blend_tile(b, pairs, 1, pair, at, 0);
+    if (at < b->width) blend_tile(b, pairs, 1, pair, at, b->width - at);
 }
 
-static void add_values(long pairs, const float *weights, const float *const *values, long begin, long end, float *out,
-                       long out_stride, long dim) {
-    if (begin >= end) return;
-    while (pairs > 0) {
-        long now = smaller(pairs, VALUE_ROWS);
-        switch (now) {
-        case 1: value_pass(1, weights, values, begin, end, out, out_stride, dim); break;
-        case 2: value_pass(2, weights, values, begin, end, out, out_stride, dim); break;
-        case 3: value_pass(3, weights, values, begin, end, out, out_stride, dim); break;
+static void blend_pairs(const blend *b, long num_pairs) {
+    if (b->begin >= b->end) return;
+    long num_passes = ceil_div(num_pairs, VALUE_ROWS);
+    for (long pass = 0; pass < num_passes; pass++) {
+        long pair = pass * num_pairs / num_passes;
+        switch ((pass + 1) * num_pairs / num_passes - pair) {
+        case 1: blend_pass(b, 1, pair); break;
+        case 2: blend_pass(b, 2, pair); break;
+        case 3: blend_pass(b, 3, pair); break;
 #if VALUE_ROWS == 6
-        case 4: value_pass(4, weights, values, begin, end, out, out_stride, dim); break;
-        case 5: value_pass(5, weights, values, begin, end, out, out_stride, dim); break;
-        case 6: value_pass(6, weights, values, begin, end, out, out_stride, dim); break;
+        case 4: blend_pass(b, 4, pair); break;
+        case 5: blend_pass(b, 5, pair); break;
+        case 6: blend_pass(b, 6, pair); break;
 #endif
         }
-        pairs -= now, weights += now * KEY_BLOCK, out += now * out_stride;
     }
+}
+
+INLINE void fetch(const float *p, long count) {
+    for (long i = 0; i < count; i += 16) __builtin_prefetch(p + i, 0, 2);
+}
+
+/* Where the keys (or values) of a tile's head lie, for keys from begin to end of a block. */
+static void find_rows(const attention_work *work, const query_tile *tile, const page_view *view, long block, long begin,
+                      long end, const float **rows) {
+    const int32_t *table = work->page_table + tile->request * work->table_width;
+    long key = block * KEY_BLOCK + begin, page = key / view->page_size, offset = key % view->page_size;
+    for (long i = begin; i < end; i++) {
+        rows[i] = page_row(view, table[page], offset) + tile->key_head * view->head_dim;
+        if (++offset == view->page_size) offset = 0, page++;
+    }
+}
+
+/* flat[dim][key] = keys[key][dim]; meanwhile the values of these keys are on their way. */
+static void transpose_keys(const float *const *keys, const float *const *values, long begin, long end, long dim,
+                           long value_dim, float *flat) {
+    for (long group = begin / LANES * LANES; group < end; group += LANES) {
+        for (long i = larger(begin, group); i < smaller(end, group + LANES); i++) fetch(values[i], value_dim);
+        for (long d = 0; d < dim; d += LANES) {
+            vector square[LANES];
+            for (long i = 0; i < LANES; i++) /* outside, any key will do: its score is never looked at */
+                square[i] = load_up_to(keys[larger(begin, smaller(end - 1, group + i))] + d, dim - d);
+            transpose(square);
+            for (long i = 0; i < smaller(LANES, dim - d); i++) store(flat + (d + i) * KEY_BLOCK + group, square[i]);
+        }
+    }
+}
+
+/* The range of a block's keys that each row of a tile sees, that any of them sees, and that all of them see. */
+typedef struct {
+    long begin[QUERY_TILE], end[QUERY_TILE], any_begin, any_end, all_begin, all_end;
+} key_ranges;
+
+static key_ranges find_ranges(const query_tile *tile, long block) {
+    key_ranges ranges = {.any_begin = KEY_BLOCK, .any_end = 0, .all_begin = 0, .all_end = KEY_BLOCK};
+    for (long r = 0; r < tile->num_rows; r++) {
+        long begin = larger(tile->lower[r] - block * KEY_BLOCK, 0);
+        long end = larger(begin, smaller(tile->upper[r] - block * KEY_BLOCK, KEY_BLOCK));
+        ranges.begin[r] = begin, ranges.end[r] = end;
+        ranges.all_begin = larger(ranges.all_begin, begin), ranges.all_end = smaller(ranges.all_end, end);
+        if (begin == end) continue;
+        ranges.any_begin = smaller(ranges.any_begin, begin), ranges.any_end = larger(ranges.any_end, end);
+    }
+    if (ranges.all_begin >= ranges.all_end) ranges.all_begin = ranges.all_end = KEY_BLOCK;
+    return ranges;
+}
+
+/* Keys that all rows see go together; the ragged ends row by row. A key that a row must not see is not even
+ * multiplied by zero, as its value may hold anything. */
+static void blend_values(const attention_work *work, const query_tile *tile, const key_ranges *ranges,
+                         const float *weights, const float *const *values, float *parts) {
+    long heads = tile->num_heads, width = partial_width(work);
+    blend b = {weights, KEY_BLOCK, values, 0, 0, parts + 2, width, work->values.head_dim};
+    for (int after = 0; after < 2; after++) {
+        for (long r = 0; r < tile->num_rows; r++) {
+            b.weights = weights + r * heads * KEY_BLOCK, b.out = parts + 2 + r * heads * width;
+            b.begin = after ? ranges->all_end : ranges->begin[r];
+            b.end = after ? ranges->end[r] : smaller(ranges->end[r], ranges->all_begin);
+            blend_pairs(&b, heads);
+        }
+        if (after) return;
+        b.weights = weights, b.out = parts + 2, b.begin = ranges->all_begin, b.end = ranges->all_end;
+        blend_pairs(&b, tile->num_rows * heads);
+    }
+}
+
+/* The keys that a thread will need next, fetched a share at a time while it works. */
+typedef struct {
+    const float *keys[KEY_BLOCK];
+    long begin, end;
+} upcoming;
+
+static void find_upcoming(const attention_work *work, const query_tile *tile, long block, upcoming *next) {
+    next->begin = larger(0, tile->least - block * KEY_BLOCK);
+    next->end = smaller(KEY_BLOCK, tile->most - block * KEY_BLOCK);
+    find_rows(work, tile, &work->keys, block, next->begin, next->end, next->keys);
 }
 
 /* The partial softmax of every pair of a tile over one block of keys. */
 static void attend_block(const attention_work *work, const query_tile *tile, const float *query, long block,
-                         float *parts) {
-    float scores[QUERY_TILE * KEY_BLOCK];
-    const float *keys[KEY_BLOCK], *values[KEY_BLOCK];
-    long begin[QUERY_TILE], end[QUERY_TILE], least = KEY_BLOCK, most = 0, inner_begin = 0, inner_end = KEY_BLOCK;
-    long start = block * KEY_BLOCK, heads = tile->num_heads, width = partial_width(work), dim = work->values.head_dim;
-    for (long r = 0; r < tile->num_rows; r++) {
-        begin[r] = larger(tile->lower[r] - start, 0), end[r] = smaller(tile->upper[r] - start, KEY_BLOCK);
-        inner_begin = larger(inner_begin, begin[r]), inner_end = smaller(inner_end, end[r]);
-        if (begin[r] >= end[r]) continue;
-        least = smaller(least, begin[r]), most = larger(most, end[r]);
+                         const upcoming *next, float *parts) {
+    long dim = work->keys.head_dim, width = partial_width(work), num_pairs = tile->num_rows * tile->num_heads;
+    ALIGNED float scores[QUERY_TILE * KEY_BLOCK], flat[dim * KEY_BLOCK];
+    const float *keys[KEY_BLOCK], *values[KEY_BLOCK], *flat_rows[dim];
+    key_ranges ranges = find_ranges(tile, block);
+    memset(parts, 0, (size_t)(num_pairs * width) * sizeof(float));
+    if (ranges.any_begin < ranges.any_end) {
+        long start = ranges.any_begin / LANES * LANES;
+        long num_lanes = ceil_div(ranges.any_end - start, LANES) * LANES;
+        find_rows(work, tile, &work->keys, block, ranges.any_begin, ranges.any_end, keys);
+        find_rows(work, tile, &work->values, block, ranges.any_begin, ranges.any_end, values);
+        transpose_keys(keys, values, ranges.any_begin, ranges.any_end, dim, work->values.head_dim, flat);
+        for (long d = 0; d < dim; d++) flat_rows[d] = flat + d * KEY_BLOCK + start;
+        memset(scores, 0, (size_t)(num_pairs * KEY_BLOCK) * sizeof(float));
+        blend b = {query, dim, flat_rows, 0, dim, scores + start, KEY_BLOCK, num_lanes};
+        blend_pairs(&b, num_pairs);
     }
-    const int32_t *table = work->page_table + tile->request * work->table_width;
-    for (long key = least; key < most; key++) {
-        long page = table[(start + key) / work->keys.page_size], offset = (start + key) % work->keys.page_size;
-        keys[key] = page_row(&work->keys, page, offset) + tile->key_head * work->keys.head_dim;
-        values[key] = page_row(&work->values, page, offset) + tile->key_head * dim;
-    }
-    if (least < most) {
-        dots d = {query, work->keys.head_dim, tile->num_rows * heads, keys + least, most - least, work->keys.head_dim,
-                  scores + least, KEY_BLOCK, 0, 0};
-        dot_all(&d);
-    }
-    for (long pair = 0; pair < tile->num_rows * heads; pair++) {
+    for (long pair = 0; pair < num_pairs; pair++) {
         partial soft = {-INFINITY, 0.0f};
-        long r = pair / heads;
-        if (begin[r] < end[r]) soft = soften(scores + pair * KEY_BLOCK, begin[r], end[r], (float)work->softcap);
-        memset(parts + pair * width, 0, (size_t)width * sizeof(float));
+        long begin = ranges.begin[pair / tile->num_heads], end = ranges.end[pair / tile->num_heads];
+        for (long key = next->begin + pair; key < next->end; key += num_pairs) fetch(next->keys[key], dim);
+        if (begin < end) soft = soften(scores + pair * KEY_BLOCK, begin, end, (float)work->softcap);
         memcpy(parts + pair * width, &soft, sizeof soft);
     }
-    /* Keys that all rows see go together; the ragged ends row by row. A key that a row must not see is not even
-     * multiplied by zero, as it may hold anything. */
-    if (inner_begin >= inner_end) inner_begin = inner_end = KEY_BLOCK;
-    for (long r = 0; r < tile->num_rows; r++)
-        add_values(heads, scores + r * heads * KEY_BLOCK, values, begin[r], smaller(end[r], inner_begin),
-                   parts + r * heads * width + 2, width, dim);
-    add_values(tile->num_rows * heads, scores, values, inner_begin, inner_end, parts + 2, width, dim);
-    for (long r = 0; r < tile->num_rows; r++)
-        add_values(heads, scores + r * heads * KEY_BLOCK, values, inner_end, end[r],
-                   parts + r * heads * width + 2, width, dim);
+    blend_values(work, tile, &ranges, scores, values, parts);
 }
 
 /* Take the partial softmaxes of the next block of keys into the running ones. */
@@ -657,14 +763,69 @@ static void attend_tile(const attention_work *work, long number) {
     pack_query(work, &tile, query);
     clear(work, running);
     for (long block = tile.first_block; block < tile.end_block; block++) {
-        attend_block(work, &tile, query, block, parts);
+        upcoming next = {.end = 0};
+        if (block + 1 < tile.end_block) find_upcoming(work, &tile, block + 1, &next);
+        attend_block(work, &tile, query, block, &next, parts);
         merge(work, tile.num_rows * tile.num_heads, parts, running);
     }
     finish(work, &tile, running);
 }
 
+/* Few tiles and many keys, as when one request decodes: threads share out the blocks of keys, then merge. The sums are
+ * those of attend_tile, in the same order. */
+static void attend_split(const attention_work *work, long num_tiles, const query_tile *tiles, const long *first_unit,
+                         float *parts, int num_threads) {
+    long unit_width = QUERY_TILE * partial_width(work);
+#pragma omp parallel num_threads(num_threads)
+    {
+#pragma omp for schedule(static)
+        for (long unit = 0; unit < first_unit[num_tiles]; unit++) {
+            long number = 0, next_number = 0;
+            while (unit >= first_unit[number + 1]) number++;
+            const query_tile *tile = tiles + number;
+            float query[QUERY_TILE * work->keys.head_dim];
+            upcoming next = {.end = 0};
+            if (unit + 1 < first_unit[num_tiles]) {
+                while (unit + 1 >= first_unit[next_number + 1]) next_number++;
+                long block = tiles[next_number].first_block + unit + 1 - first_unit[next_number];
+                find_upcoming(work, tiles + next_number, block, &next);
+            }
+            pack_query(work, tile, query);
+            attend_block(work, tile, query, tile->first_block + unit - first_unit[number], &next,
+                         parts + unit * unit_width);
+        }
+#pragma omp for
+        for (long number = 0; number < num_tiles; number++) {
+            float running[unit_width];
+            clear(work, running);
+            for (long unit = first_unit[number]; unit < first_unit[number + 1]; unit++)
+                merge(work, tiles[number].num_rows * tiles[number].num_heads, parts + unit * unit_width, running);
+            finish(work, tiles + number, running);
+        }
+    }
+}
+
 EXPORT void outrider_paged_attention(const attention_work *work, int num_threads) {
     long num_tiles = count_tiles(work);
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic) if (num_tiles > 1)
+    if (num_tiles < 4 * num_threads) {
+        query_tile tiles[4 * num_threads];
+        long first_unit[4 * num_threads + 1], amount = 0;
+        first_unit[0] = 0;
+        for (long number = 0; number < num_tiles; number++) {
+            tiles[number] = find_tile(work, number);
+            long units = tiles[number].end_block - tiles[number].first_block;
+            first_unit[number + 1] = first_unit[number] + units;
+            amount += units * KEY_BLOCK * tiles[number].num_rows * tiles[number].num_heads * work->keys.head_dim;
+        }
+        if (amount < SMALL_WORK) num_threads = 1;
+        size_t size = (size_t)(first_unit[num_tiles] * QUERY_TILE * partial_width(work)) * sizeof(float);
+        float *parts = num_threads > 1 && first_unit[num_tiles] > num_tiles ? malloc(size) : NULL;
+        if (parts) {
+            attend_split(work, num_tiles, tiles, first_unit, parts, num_threads);
+            free(parts);
+            return;
+        }
+    }
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic) if (num_threads > 1 && num_tiles > 1)
     for (long number = 0; number < num_tiles; number++) attend_tile(work, number);
 }

@@ -1,0 +1,375 @@
+"""The outrider command: generate, chat, certify, bench, version.
+A ValueError is the user's to mend and becomes one line on standard error with exit status 2; --debug shows it all."""
+
+from __future__ import annotations
+
+import io
+import json
+import secrets
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from outrider import __version__
+from outrider.config import SpeculativeConfig
+from outrider.console import Consoles, StreamedText, loading, open_consoles, show_card, show_comparison, show_error
+from outrider.conversation import Conversation, converse
+from outrider.drafters.base import drafters
+from outrider.llm import DEFAULT_DIRECTORY, LLM, Prompt
+from outrider.measure import Comparison, Question, Run, compare, method_of, run
+from outrider.sampling_params import SamplingParams
+
+EXIT_DIFFERENT, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class Commands(TyperGroup):
+    """All sub-commands, whoever wrote them, report errors in the same way."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # the reader of a pipe has seen enough
+            raise
+        except (ValueError, OSError) as error:
+            if ctx.meta.get("debug"):
+                raise
+            show_error(open_consoles(no_color=ctx.meta.get("no_color", False)).about, error)
+            raise typer.Exit(EXIT_USAGE) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Speculation-first LLM inference: a drafter rides ahead, and what comes out is what the target alone would say.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+# options
+
+
+def _remember(ctx: typer.Context, parameter: typer.CallbackParam, value: bool) -> bool:
+    """Kept where Commands finds it, also when it comes after the sub-command's name."""
+    if value:
+        ctx.meta[str(parameter.name)] = True
+    return value
+
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Target: a directory, a .gguf file or a hub id. Without it, the embedded model.",
+        metavar="M",
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option("--draft", "-d", help="Drafter: a directory or a hub id, or the word ngram.", metavar="D"),
+]
+NoDraft = Annotated[bool, typer.Option("--no-draft", help="Decode plainly, without the embedded drafter.")]
+SpeculativeJson = Annotated[
+    str | None,
+    typer.Option("--speculative-config", help="Drafter and its settings, as in vLLM.", metavar="JSON"),
+]
+NumSpeculativeTokens = Annotated[
+    int | None, typer.Option("--num-speculative-tokens", "-k", help="Tokens to draft in a round.", metavar="K")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens to generate at most.", metavar="N")]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.", metavar="T")]
+Seed = Annotated[
+    int | None, typer.Option("--seed", help="The same seed gives the same tokens, drafted or not.", metavar="S")
+]
+TopP = Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens of this mass.", metavar="P")]
+TopK = Annotated[int, typer.Option("--top-k", help="Sample from this many tokens; 0: from all.", metavar="K")]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or auto.", metavar="NAME")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N or auto.", metavar="NAME")]
+MaxModelLen = Annotated[
+    int | None, typer.Option("--max-model-len", help="Longest context, prompt and answer together.", metavar="N")
+]
+NoColor = Annotated[bool, typer.Option("--no-color", help="Plain text, as with NO_COLOR set.", callback=_remember)]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_remember)]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What to load."""
+
+    model: str | None
+    speculative: SpeculativeConfig | None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+
+    def load(self, consoles: Consoles, *, prefix_caching: bool = True) -> LLM:
+        """For one request at a time: the cache need not be larger than that."""
+        with loading(consoles.about) as progress:
+            return LLM(
+                self.model,
+                self.speculative,
+                dtype=self.dtype,
+                device=self.device,
+                max_model_len=self.max_model_len,
+                max_num_seqs=1,
+                enable_prefix_caching=prefix_caching,
+                progress=progress,
+            )
+
+
+def resolve_speculation(
+    model: str | None, draft: str | None, no_draft: bool, speculative_config: str | None, num_tokens: int | None
+) -> SpeculativeConfig | None:
+    """Which drafter the options ask for; with the embedded target, its own unless told otherwise."""
+    options = {"--draft": draft, "--speculative-config": speculative_config, "--no-draft": no_draft or None}
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} contradict each other: give one of them")
+    if speculative_config is not None:
+        values = _parse_speculative_config(speculative_config)
+    elif draft is not None:
+        values = {"method": draft} if draft in drafters else {"model": draft}
+    elif model is None and not no_draft:
+        values = {"model": str(DEFAULT_DIRECTORY / "drafter")}
+    elif num_tokens is not None:
+        raise ValueError("--num-speculative-tokens needs a drafter: add --draft, or leave it out")
+    else:
+        return None
+    if num_tokens is not None:
+        values["num_speculative_tokens"] = num_tokens
+    return SpeculativeConfig.from_dict(values)
+
+
+def _parse_speculative_config(text: str) -> dict[str, Any]:
+    example = """write it like '{"method": "ngram", "num_speculative_tokens": 5}'"""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--speculative-config is not valid JSON ({error}): {example}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"--speculative-config must be a JSON object, not {text}: {example}")
+    return values
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The newline that ends a file or a pipe is not part of the prompt."""
+    if (prompt is None) == (prompt_file is None):
+        raise ValueError("give one prompt: PROMPT, - to read it from standard input, or --prompt-file FILE")
+    if prompt_file is not None:
+        return prompt_file.read_text(encoding="utf-8").removesuffix("\n")
+    assert prompt is not None
+    return sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option("--prompt-file", "-f", help="Read the prompt from a file.", exists=True, dir_okay=False),
+    ] = None,
+    model: Model = None,
+    draft: Draft = None,
+    no_draft: NoDraft = False,
+    speculative_config: SpeculativeJson = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    chat_template: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="Put the prompt through the chat template. Default: if there is one."),
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_model_len: MaxModelLen = None,
+    compare_plain: Annotated[
+        bool,
+        typer.Option("--compare", help="Decode plainly too: same tokens? How much faster? Status 1 if not the same."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    no_color: NoColor = False,
+    debug: Debug = False,
+) -> None:
+    """Continue a prompt, or answer it. Tokens that the drafter guessed are coloured by their place in the draft.
+
+    \b
+    Examples:
+      outrider generate "Why is the sky blue?"
+      outrider generate "Why is the sky blue?" --compare
+      outrider generate - --model org/name --draft org/name-eagle3 < prompt.txt
+      outrider generate "a b c a b" --model DIRECTORY --draft ngram --no-chat -n 32
+      outrider generate "Hello" --temperature 0.8 --seed 7 --json
+    """
+    consoles = open_consoles(no_color=no_color)
+    speculative = resolve_speculation(model, draft, no_draft, speculative_config, num_speculative_tokens)
+    if compare_plain and speculative is None:
+        raise ValueError("--compare needs a drafter to compare plain decoding with: add --draft")
+    options = ModelOptions(model, speculative, dtype, device, max_model_len)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed if seed is not None else secrets.randbits(32),
+        top_p=top_p,
+        top_k=top_k,
+    )
+    text = read_prompt(prompt, prompt_file)
+    # A comparison computes every prompt afresh: found in the cache, it would flatter the drafter.
+    with options.load(consoles, prefix_caching=not compare_plain) as llm:
+        question = Question(_wrap_prompt(llm, text, chat_template), params)
+        first = _run_and_show(llm, question, None if as_json else consoles)
+        comparison = None
+        if compare_plain and not first.interrupted:
+            comparison = _compare_with_plain(options, consoles, llm, question, first)
+        result = comparison.drafted if comparison is not None else first
+        if as_json:
+            typer.echo(json.dumps(_report(result, comparison, llm, model)))
+        else:
+            show_card(consoles.about, result, method_of(llm))
+            if comparison is not None:
+                show_comparison(consoles.about, comparison)
+    if result.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if comparison is not None and comparison.difference is not None:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _wrap_prompt(llm: LLM, text: str, chat_template: bool | None) -> Prompt:
+    """As a message where that is wanted, or where nothing was said and the checkpoint has a chat template."""
+    if chat_template is None:
+        chat_template = llm.tokenizer is not None and llm.tokenizer.has_chat_template
+    return llm.chat_prompt([{"role": "user", "content": text}]) if chat_template else text
+
+
+def _run_and_show(llm: LLM, question: Question, consoles: Consoles | None) -> Run:
+    if consoles is None:
+        return run(llm, question)
+    shown = StreamedText(consoles.out)
+    result = run(llm, question, shown.show)
+    shown.finish()
+    return result
+
+
+def _compare_with_plain(
+    options: ModelOptions, consoles: Consoles, drafted: LLM, question: Question, first: Run
+) -> Comparison:
+    """Against an engine that has no drafter at all; one that merely skips drafting would still do the drafter's work."""
+    alone = replace(options, speculative=None, max_model_len=drafted.max_model_len)
+    with alone.load(consoles, prefix_caching=False) as plain, consoles.about.status("timing both"):
+        return compare(drafted, plain, question, first)
+
+
+def _report(result: Run, comparison: Comparison | None, llm: LLM, model: str | None) -> dict[str, Any]:
+    speculation = result.completion.speculation
+    report = _timing_report(result) | {
+        "rounds": speculation.rounds,
+        "accept_length": speculation.accept_length,
+        "acceptance_per_position": speculation.acceptance_per_position,
+        "finish_reason": result.completion.finish_reason,
+        "seed": result.completion.seed,
+        "model": model or "default",
+        "method": method_of(llm),
+    }
+    if comparison is not None:
+        report |= {
+            "plain": _timing_report(comparison.plain),
+            "identical": comparison.difference is None,
+            "speedup": comparison.speedup,
+        }
+    return report
+
+
+def _timing_report(result: Run) -> dict[str, Any]:
+    return {
+        "text": result.completion.text,
+        "token_ids": result.completion.token_ids,
+        "num_tokens": result.num_tokens,
+        "seconds": result.seconds,
+        "ttft": result.ttft,
+        "tokens_per_second": result.tokens_per_second,
+    }
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    draft: Draft = None,
+    no_draft: NoDraft = False,
+    speculative_config: SpeculativeJson = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    system: Annotated[
+        str | None, typer.Option("--system", help="What to tell the model first.", metavar="TEXT")
+    ] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_model_len: MaxModelLen = None,
+    no_color: NoColor = False,
+    debug: Debug = False,
+) -> None:
+    """Talk with a model. From a pipe, every line is a message.
+
+    While talking: /reset forgets the conversation, /stats tells how it went, /plain turns speculation off and on,
+    /quit or Ctrl-D ends, Ctrl-C stops the current answer.
+
+    \b
+    Examples:
+      outrider chat
+      outrider chat --system "You answer in one sentence."
+      outrider chat --model org/name --draft org/name-eagle3 --temperature 0.7
+      printf 'Hello\\nAnd now?\\n' | outrider chat
+    """
+    consoles = open_consoles(no_color=no_color)
+    speculative = resolve_speculation(model, draft, no_draft, speculative_config, num_speculative_tokens)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, top_p=top_p, top_k=top_k)
+    with ModelOptions(model, speculative, dtype, device, max_model_len).load(consoles) as llm:
+        converse(Conversation(llm, params, consoles, system))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(f"outrider {__version__}")
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _outrider(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The entry point. Where the terminal cannot write a character, it shows a substitute instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    app()
+
+
+from outrider.bench.commands import bench_app  # noqa: E402  (these come after the app that they join)
+from outrider.certify import certify_command  # noqa: E402
+
+app.command("certify")(certify_command)
+app.add_typer(bench_app, name="bench")

@@ -1,0 +1,41 @@
+"""Shared fixtures: tiny checkpoints made once a session, and both sets of kernels."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+for _folder in (Path(__file__).parent, Path(__file__).parent / "drafters"):
+    sys.path.insert(0, str(_folder))
+import tiny
+
+from outrider.kernels import dispatch
+
+torch.set_num_threads(1)  # tiny models; the suite runs on several processes
+
+
+@pytest.fixture(scope="session")
+def target_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Saves a tiny random target of a family, once for every set of options."""
+    made: dict[str, Path] = {}
+
+    def make(family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
+        key = f"{family}-{seed}-{sorted(overrides.items())}"
+        if key not in made:
+            made[key] = tiny.save_target(tmp_path_factory.mktemp("target"), family, seed, **overrides)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(params=["native", "reference"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test with the native kernels, then with the torch references."""
+    if request.param == "reference":
+        monkeypatch.setattr(dispatch.native, "library", lambda: None)
+    elif dispatch.native.library() is None:
+        pytest.skip("no C compiler, so no native kernels")
+    return request.param

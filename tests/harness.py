@@ -1,0 +1,61 @@
+"""Drives a target through the real cache by hand: any chunking, scattered pages, every tap."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.engine.cache import Cache, CacheShape
+from outrider.engine.checkpoint import open_checkpoint
+from outrider.engine.loader import build_target, load_weights
+from outrider.engine.request import Request
+from outrider.engine.runner import Runner
+from outrider.engine.scheduler import Work
+from outrider.layers.cached import cached_layers
+from outrider.models.base import Target
+from outrider.sampling_params import SamplingParams
+
+
+def load_target(path: Path) -> Target:
+    checkpoint = open_checkpoint(path)
+    target = build_target(checkpoint)
+    load_weights(target, checkpoint)
+    checkpoint.close()
+    return target
+
+
+class Harness:
+    def __init__(self, target: Target, max_len: int = 128, page_size: int = 4, num_slots: int = 3) -> None:
+        self.target = target
+        pages = -(-max_len // page_size)
+        shape = CacheShape(num_slots * pages + 1, page_size, num_slots, max_len, 0, target.hidden_size)
+        self.cache = Cache(shape, cached_layers(target), torch.device("cpu"), torch.float32)
+        self.runner = Runner(self.cache, target.vocab_size, torch.device("cpu"))
+        order = torch.randperm(num_slots * pages, generator=torch.Generator().manual_seed(7)) + 1
+        self.pages = order.view(num_slots, pages).tolist()
+
+    @torch.inference_mode()
+    def run(self, prompts: Sequence[Sequence[int]], chunk: int) -> list[tuple[Tensor, Tensor]]:
+        """Logits [n, V] and all taps [n, layers + 1, H] of every prompt, computed `chunk` rows at a time, together."""
+        requests = []
+        for slot, prompt in enumerate(prompts):
+            self.cache.admit(slot, prompt, [])
+            self.cache.set_pages(slot, 0, self.pages[slot])
+            requests.append(Request(str(slot), list(prompt), SamplingParams(), seed=0, slot=slot))
+        taps = tuple(range(self.target.num_layers + 1))
+        found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
+        for start in range(0, max(len(prompt) for prompt in prompts), chunk):
+            plan = [
+                Work(request, start, min(chunk, len(request.prompt) - start), 0, emits=True)
+                for request in requests
+                if start < len(request.prompt)
+            ]
+            step = self.runner.pack(plan, 0)
+            hidden = self.target(step.batch, taps)
+            self.cache.state.computed[step.batch.slots] += step.num_rows
+            logits = self.target.logits(hidden.last)
+            for number, work in enumerate(plan):
+                rows = slice(int(step.batch.query_start[number]), int(step.batch.query_start[number + 1]))
+                found[work.request.slot].append((logits[rows], hidden.taps[rows]))
+        return [(torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])) for parts in found]

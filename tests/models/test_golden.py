@@ -1,0 +1,48 @@
+"""Every target against transformers: logits and every tap, in one pass, in chunks and token by token."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from harness import Harness, load_target
+
+from outrider.models.base import targets
+
+LENGTHS = (40, 23, 31)  # longer than every window
+
+
+def test_every_registered_target_has_a_family_here() -> None:
+    covered = {f"{name}ForCausalLM" for name, _ in tiny.FAMILIES.values()}
+    assert covered == set(targets), "add a tiny config to tests/tiny.py for the new target"
+
+
+@pytest.mark.parametrize("chunk", [100, 7, 1])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_logits_and_taps(family: str, chunk: int, target_path: Callable[..., Path], kernels: str) -> None:
+    model = tiny.reference(family)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, tiny.VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+    results = Harness(load_target(target_path(family))).run(prompts, chunk)
+    for prompt, (logits, taps) in zip(prompts, results, strict=True):
+        # hooks, not output_hidden_states: transformers' last hidden state comes after the final norm
+        streams: list[torch.Tensor] = []
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, args, kept=streams: kept.append(args[0][0]))
+            for layer in model.model.layers
+        ]
+        hooks.append(model.model.norm.register_forward_pre_hook(lambda _, args, kept=streams: kept.append(args[0][0])))
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor([prompt])).logits[0]
+        for hook in hooks:
+            hook.remove()
+        assert expected.std() > 0.3, "the reference says nothing, so agreeing with it means nothing"
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(taps, torch.stack(streams, dim=1), atol=1e-4, rtol=0)
+
+
+def test_a_tap_is_not_written_to_again(target_path: Callable[..., Path]) -> None:
+    harness = Harness(load_target(target_path("llama")))
+    ((_, taps),) = harness.run([[5, 6, 7, 8]], 4)
+    assert len({float(taps[0, i].sum()) for i in range(taps.shape[1])}) == taps.shape[1]
