@@ -16,14 +16,33 @@ from typer.core import TyperGroup
 
 from outrider import __version__
 from outrider.config import SpeculativeConfig
-from outrider.console import Consoles, StreamedText, loading, open_consoles, show_card, show_comparison, show_error
+from outrider.console import (
+    Consoles,
+    StreamedText,
+    loading,
+    open_consoles,
+    show_card,
+    show_comparison,
+    show_error,
+    show_note,
+)
 from outrider.conversation import Conversation, converse
 from outrider.drafters.base import drafters
 from outrider.llm import DEFAULT_DIRECTORY, LLM, Prompt
-from outrider.measure import Comparison, Question, Run, compare, method_of, run
+from outrider.measure import NUM_TIMED_RUNS, Comparison, Question, Run, compare, method_of, run
 from outrider.sampling_params import SamplingParams
 
 EXIT_DIFFERENT, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+ABOUT = """LLM inference with a drafter that rides ahead. What comes out is what the target alone would have said.
+
+\b
+Examples:
+  outrider chat
+  outrider generate "Why is the sky blue?" --compare
+  outrider generate --help
+"""
 
 
 class Commands(TyperGroup):
@@ -43,8 +62,9 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Speculation-first LLM inference: a drafter rides ahead, and what comes out is what the target alone would say.",
+    help=ABOUT,
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -61,41 +81,49 @@ def _remember(ctx: typer.Context, parameter: typer.CallbackParam, value: bool) -
     return value
 
 
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        "-m",
-        help="Target: a directory, a .gguf file or a hub id. Without it, the embedded model.",
-        metavar="M",
-    ),
-]
-Draft = Annotated[
-    str | None,
-    typer.Option("--draft", "-d", help="Drafter: a directory or a hub id, or the word ngram.", metavar="D"),
-]
-NoDraft = Annotated[bool, typer.Option("--no-draft", help="Decode plainly, without the embedded drafter.")]
-SpeculativeJson = Annotated[
-    str | None,
-    typer.Option("--speculative-config", help="Drafter and its settings, as in vLLM.", metavar="JSON"),
-]
+def _option(panel: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, **settings)
+
+
+_MODEL, _SAMPLING, _OUTPUT = "Model", "Sampling", "Output"
+_MODEL_HELP = "Target: a directory, a .gguf file or a hub id. Without it, the embedded model."
+_DRAFT_HELP = "Drafter: a directory or a hub id, or the word ngram."
+_NO_DRAFT_HELP = "Decode plainly, without the embedded drafter."
+_CONFIG_HELP = "The drafter with its settings, in vLLM's names."
+_SEED_HELP = "The same seed gives the same tokens, drafted or not."
+Model = Annotated[str | None, _option(_MODEL, "--model", "-m", metavar="M", help=_MODEL_HELP)]
+Draft = Annotated[str | None, _option(_MODEL, "--draft", "-d", metavar="D", help=_DRAFT_HELP)]
+NoDraft = Annotated[bool, _option(_MODEL, "--no-draft", help=_NO_DRAFT_HELP)]
+SpeculativeJson = Annotated[str | None, _option(_MODEL, "--speculative-config", metavar="JSON", help=_CONFIG_HELP)]
 NumSpeculativeTokens = Annotated[
-    int | None, typer.Option("--num-speculative-tokens", "-k", help="Tokens to draft in a round.", metavar="K")
+    int | None, _option(_MODEL, "--num-speculative-tokens", "-k", metavar="K", help="Tokens to draft in a round.")
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens to generate at most.", metavar="N")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.", metavar="T")]
-Seed = Annotated[
-    int | None, typer.Option("--seed", help="The same seed gives the same tokens, drafted or not.", metavar="S")
-]
-TopP = Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens of this mass.", metavar="P")]
-TopK = Annotated[int, typer.Option("--top-k", help="Sample from this many tokens; 0: from all.", metavar="K")]
-Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or auto.", metavar="NAME")]
-Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N or auto.", metavar="NAME")]
+Dtype = Annotated[str, _option(_MODEL, "--dtype", metavar="NAME", help="float32, bfloat16, float16 or auto.")]
+Device = Annotated[str, _option(_MODEL, "--device", metavar="NAME", help="cpu, cuda, cuda:N or auto.")]
 MaxModelLen = Annotated[
-    int | None, typer.Option("--max-model-len", help="Longest context, prompt and answer together.", metavar="N")
+    int | None, _option(_MODEL, "--max-model-len", metavar="N", help="Longest context, prompt and answer together.")
 ]
-NoColor = Annotated[bool, typer.Option("--no-color", help="Plain text, as with NO_COLOR set.", callback=_remember)]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_remember)]
+MaxTokens = Annotated[int, _option(_SAMPLING, "--max-tokens", "-n", metavar="N", help="Longest answer.")]
+Temperature = Annotated[float, _option(_SAMPLING, "--temperature", "-t", metavar="T", help="0 is greedy.")]
+Seed = Annotated[int | None, _option(_SAMPLING, "--seed", metavar="S", help=_SEED_HELP)]
+TopP = Annotated[float, _option(_SAMPLING, "--top-p", metavar="P", help="From the likeliest tokens of this mass.")]
+TopK = Annotated[int, _option(_SAMPLING, "--top-k", metavar="K", help="From this many tokens; 0: from all.")]
+NoColor = Annotated[bool, _option(_OUTPUT, "--no-color", help="Plain text, as with NO_COLOR set.", callback=_remember)]
+Debug = Annotated[bool, _option(_OUTPUT, "--debug", help="Show the traceback of an error.", callback=_remember)]
+# of generate alone
+_CHAT_HELP = "Put the prompt through the chat template; by default, if there is one."
+_COMPARE_HELP = "Decode plainly too: same tokens, how much faster? Status 1 if not the same."
+PromptArgument = Annotated[
+    str | None, typer.Argument(help="The prompt; - reads it from standard input.", metavar="PROMPT")
+]
+PromptFile = Annotated[
+    Path | None, typer.Option("--prompt-file", "-f", help="A file that holds the prompt.", exists=True, dir_okay=False)
+]
+ChatTemplate = Annotated[bool | None, typer.Option("--chat/--no-chat", help=_CHAT_HELP)]
+ComparePlain = Annotated[bool, _option(_OUTPUT, "--compare", help=_COMPARE_HELP)]
+AsJson = Annotated[bool, _option(_OUTPUT, "--json", help="Print one JSON object and nothing else.")]
+# of chat alone
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="What the model is told first.")]
 
 
 @dataclass(frozen=True)
@@ -169,33 +197,24 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 @app.command()
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option("--prompt-file", "-f", help="Read the prompt from a file.", exists=True, dir_okay=False),
-    ] = None,
+    prompt: PromptArgument = None,
+    prompt_file: PromptFile = None,
+    chat_template: ChatTemplate = None,
     model: Model = None,
     draft: Draft = None,
     no_draft: NoDraft = False,
     speculative_config: SpeculativeJson = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_model_len: MaxModelLen = None,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
-    chat_template: Annotated[
-        bool | None,
-        typer.Option("--chat/--no-chat", help="Put the prompt through the chat template. Default: if there is one."),
-    ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    max_model_len: MaxModelLen = None,
-    compare_plain: Annotated[
-        bool,
-        typer.Option("--compare", help="Decode plainly too: same tokens? How much faster? Status 1 if not the same."),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    compare_plain: ComparePlain = False,
+    as_json: AsJson = False,
     no_color: NoColor = False,
     debug: Debug = False,
 ) -> None:
@@ -206,7 +225,7 @@ def generate(
       outrider generate "Why is the sky blue?"
       outrider generate "Why is the sky blue?" --compare
       outrider generate - --model org/name --draft org/name-eagle3 < prompt.txt
-      outrider generate "a b c a b" --model DIRECTORY --draft ngram --no-chat -n 32
+      outrider generate "a b c a b" -m DIRECTORY -d ngram --no-chat
       outrider generate "Hello" --temperature 0.8 --seed 7 --json
     """
     consoles = open_consoles(no_color=no_color)
@@ -261,9 +280,11 @@ def _run_and_show(llm: LLM, question: Question, consoles: Consoles | None) -> Ru
 def _compare_with_plain(
     options: ModelOptions, consoles: Consoles, drafted: LLM, question: Question, first: Run
 ) -> Comparison:
-    """Against an engine that has no drafter at all; one that merely skips drafting would still do the drafter's work."""
+    """Against an engine without a drafter: one that only skips drafting would still do part of the drafter's work."""
     alone = replace(options, speculative=None, max_model_len=drafted.max_model_len)
-    with alone.load(consoles, prefix_caching=False) as plain, consoles.about.status("timing both"):
+    with alone.load(consoles, prefix_caching=False) as plain:
+        if consoles.about.is_terminal:  # no spinner: its thread would take time from what is being timed
+            show_note(consoles.about, f"timing both, {NUM_TIMED_RUNS} runs each")
         return compare(drafted, plain, question, first)
 
 
@@ -300,29 +321,31 @@ def _timing_report(result: Run) -> dict[str, Any]:
 
 @app.command()
 def chat(
+    system: System = None,
     model: Model = None,
     draft: Draft = None,
     no_draft: NoDraft = False,
     speculative_config: SpeculativeJson = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
-    system: Annotated[
-        str | None, typer.Option("--system", help="What to tell the model first.", metavar="TEXT")
-    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    max_model_len: MaxModelLen = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    max_model_len: MaxModelLen = None,
     no_color: NoColor = False,
     debug: Debug = False,
 ) -> None:
     """Talk with a model. From a pipe, every line is a message.
 
-    While talking: /reset forgets the conversation, /stats tells how it went, /plain turns speculation off and on,
-    /quit or Ctrl-D ends, Ctrl-C stops the current answer.
+    \b
+    While talking:
+      /reset   forget the conversation
+      /stats   speed and acceptance so far
+      /plain   turn speculation off, and on again
+      /quit    end, as does Ctrl-D; Ctrl-C stops the current answer only
 
     \b
     Examples:
@@ -340,7 +363,12 @@ def chat(
 
 @app.command()
 def version() -> None:
-    """Print the version."""
+    """Print the version.
+
+    \b
+    Example:
+      outrider version
+    """
     typer.echo(f"outrider {__version__}")
 
 
@@ -365,7 +393,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    app()
+    app(prog_name="outrider")
 
 
 from outrider.bench.commands import bench_app  # noqa: E402  (these come after the app that they join)

@@ -39,7 +39,12 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative_config does not know {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
             )
+        for name in ("method", "model"):
+            if not isinstance(values.get(name), str | Path | None):
+                raise ValueError(f"speculative_config: {name} must be a name or a path, not {values[name]!r}")
         if values.get("taps") is not None:
+            if not isinstance(values["taps"], list | tuple):
+                raise ValueError(f"speculative_config: taps must be a list of layer counts, not {values['taps']!r}")
             values = {**values, "taps": tuple(values["taps"])}
         return cls(**values)
 
@@ -47,7 +52,9 @@ class SpeculativeConfig:
         count = self.num_speculative_tokens
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 64:
             raise ValueError(f"num_speculative_tokens must be a whole number from 1 to 64, not {count!r}")
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 64:
+        lookups = (self.prompt_lookup_min, self.prompt_lookup_max)
+        whole = all(isinstance(length, int) for length in lookups)
+        if not whole or not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 64:
             raise ValueError(
                 "prompt_lookup_min and prompt_lookup_max must satisfy 1 <= min <= max <= 64, not "
                 f"{self.prompt_lookup_min!r} and {self.prompt_lookup_max!r}"
@@ -84,9 +91,15 @@ class EngineConfig:
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            return torch.device(self.device)
+            device = torch.device(self.device)
         except RuntimeError as error:
             raise ValueError(f"unknown device {self.device!r}; use cpu, cuda or cuda:N") from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            num_devices = torch.cuda.device_count()
+            raise ValueError(
+                f"there is no device {self.device}, {num_devices} CUDA devices are visible: use another, or cpu"
+            )
+        return device
 
     def torch_dtype(self, stored: str | None) -> torch.dtype:
         """The chosen dtype; "auto" is float32 on a CPU (fast and exact there), else what the checkpoint stores."""

@@ -157,4 +157,4 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def _row(console: Console, label: str, value: Text) -> None:
-    console.print(Text(f"{label:<12}", "dim") + value, soft_wrap=True)
+    console.print(Text.assemble((f"{label:<12}", "dim"), value), soft_wrap=True)

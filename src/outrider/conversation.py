@@ -1,5 +1,5 @@
 """A conversation in the terminal: messages in, coloured answers out, and a few commands that begin with a slash.
-The whole conversation is the prompt of every turn; the prefix cache keeps what was said before from being recomputed."""
+The whole conversation is the prompt of every turn; the prefix cache spares computing it again."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, drafters
+from outrider.drafters.base import Drafter, drafters, no_draft
 from outrider.models.base import Target
 from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict
 
@@ -31,9 +31,11 @@ class Ngram(Drafter):
 
     def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
         """The longest suffix that occurred before wins; among its occurrences, the latest with a full draft after it."""
+        if not step.depth:
+            return no_draft(step, self.lookahead)
         slots = step.batch.slots
-        lengths = step.state.lengths[slots][:, None]  # [B, 1]
         width = min(step.batch.max_len + 1, step.state.tokens.shape[1])
+        lengths = step.state.lengths[slots, None].clamp(max=width)  # [B, 1]; a prompt may go on beyond this chunk
         tokens = step.state.tokens[slots, :width]  # [B, L]
         index = torch.arange(width, device=tokens.device)
         # run[b, i]: how many tokens ending at i equal the last ones of the text, up to `longest`

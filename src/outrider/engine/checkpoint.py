@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,27 +14,12 @@ from safetensors import SafetensorError, safe_open
 from outrider.engine.gguf import GgufCheckpoint
 from outrider.engine.gguf_tokenizer import build_tokenizer
 from outrider.tokenizer import Tokenizer, read_json_object
+from outrider.types import Checkpoint
 
 INDEX_NAME = "model.safetensors.index.json"
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 HUB_EXCLUDED = ["*/*.safetensors", "*/*.json", "*/*.txt"]  # other models in subfolders: adapters, onnx, originals
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
-
-
-class Checkpoint(Protocol):
-    """What targets and drafters load from."""
-
-    path: Path
-    config: dict[str, Any]
-    generation_config: dict[str, Any]
-
-    def names(self) -> list[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def tensor(self, name: str) -> torch.Tensor: ...
-
-    def close(self) -> None: ...
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint:

@@ -15,6 +15,7 @@ from outrider.layers.cached import CachedLayer
 
 CACHE_SHARE = 0.5  # of the memory that is free after the weights, on a CPU that others use too
 CACHE_SHARE_CUDA = 0.9
+MIN_REQUESTS = 8  # the cache holds at least this many of the longest requests, memory allowing
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,9 @@ def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int) -> Budg
                 f"{gib(max(room, 0))}: lower max_model_len (at most {max(fitting, 0)} fit) or raise kv_cache_memory"
             )
         longest = fitting
-    wanted = possible if config.kv_cache_memory is not None else min(possible, config.max_num_seqs * pages(longest))
-    return Budget(weight_bytes, page_bytes, wanted + 1, longest)
+    if config.kv_cache_memory is None:  # all that can run at once, and room for prefixes that may come again
+        possible = min(possible, max(config.max_num_seqs, MIN_REQUESTS) * pages(longest))
+    return Budget(weight_bytes, page_bytes, possible + 1, longest)
 
 
 def free_bytes(device: torch.device) -> int:

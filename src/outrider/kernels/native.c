@@ -99,7 +99,15 @@ INLINE vector greatest(vector a, vector b) {
 #endif
 }
 
-INLINE vector least(vector a, vector b) { return -greatest(-a, -b); }
+INLINE vector smallest(vector a, vector b) {
+#if LANES == 16
+    return (vector)_mm512_min_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vector)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return choose(a < b, a, b);
+#endif
+}
 
 INLINE integers lane_numbers(void) {
     integers numbers;
@@ -155,10 +163,15 @@ INLINE float fold(vector v) {
     return sums[0];
 }
 
+INLINE float fold_greatest(vector v) {
+    UNROLL for (int count = LANES; count > 1; count /= 2) v = greatest(SHUFFLE(v, v, EVENS), SHUFFLE(v, v, ODDS));
+    return v[0];
+}
+
 /* exp to about one unit in the last place: 2^n * e^r with |r| <= ln(2)/2, e^r - 1 - r a minimax polynomial. It
  * saturates where the result would leave the normal range, which no caller can tell from the truth. */
 INLINE vector exp_vector(vector x) {
-    x = least(spread(88.3f), greatest(spread(-87.3f), x));
+    x = smallest(spread(88.3f), greatest(spread(-87.3f), x));
     const vector magic = spread(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest integer */
     vector shifted = fma_vector(x, spread(1.44269504f), magic);
     vector n = shifted - magic;
@@ -379,8 +392,7 @@ static int64_t argmax(const float *x, long width) {
     vector best = spread(-INFINITY);
     long i = 0;
     for (; i + LANES <= width; i += LANES) best = greatest(load(x + i), best);
-    float top = -INFINITY;
-    for (int lane = 0; lane < LANES; lane++) top = best[lane] > top ? best[lane] : top;
+    float top = fold_greatest(best);
     for (; i < width; i++) top = x[i] > top ? x[i] : top;
     for (i = 0; i < width; i++)
         if (x[i] == top) return i;
@@ -526,8 +538,7 @@ static partial soften(float *scores, long begin, long end, float softcap) {
         highest = greatest(s, highest);
         store(scores + i, s);
     }
-    float maximum = highest[0];
-    for (int lane = 1; lane < LANES; lane++) maximum = highest[lane] > maximum ? highest[lane] : maximum;
+    float maximum = fold_greatest(highest);
     for (long i = start; i < end; i += LANES) {
         vector weight = exp_vector(load(scores + i) - maximum);
         total += weight;
@@ -611,10 +622,12 @@ INLINE void fetch(const float *p, long count) {
 static void find_rows(const attention_work *work, const query_tile *tile, const page_view *view, long block, long begin,
                       long end, const float **rows) {
     const int32_t *table = work->page_table + tile->request * work->table_width;
-    long key = block * KEY_BLOCK + begin, page = key / view->page_size, offset = key % view->page_size;
-    for (long i = begin; i < end; i++) {
-        rows[i] = page_row(view, table[page], offset) + tile->key_head * view->head_dim;
-        if (++offset == view->page_size) offset = 0, page++;
+    long stride = view->num_heads * view->head_dim;
+    for (long i = begin; i < end;) {
+        long key = block * KEY_BLOCK + i, offset = key % view->page_size;
+        long page_end = smaller(end, i + view->page_size - offset);
+        const float *row = page_row(view, table[key / view->page_size], offset) + tile->key_head * view->head_dim;
+        for (; i < page_end; i++, row += stride) rows[i] = row;
     }
 }
 
@@ -641,8 +654,8 @@ typedef struct {
 static key_ranges find_ranges(const query_tile *tile, long block) {
     key_ranges ranges = {.any_begin = KEY_BLOCK, .any_end = 0, .all_begin = 0, .all_end = KEY_BLOCK};
     for (long r = 0; r < tile->num_rows; r++) {
-        long begin = larger(tile->lower[r] - block * KEY_BLOCK, 0);
-        long end = larger(begin, smaller(tile->upper[r] - block * KEY_BLOCK, KEY_BLOCK));
+        long begin = smaller(larger(tile->lower[r] - block * KEY_BLOCK, 0), KEY_BLOCK);
+        long end = larger(smaller(tile->upper[r] - block * KEY_BLOCK, KEY_BLOCK), begin);
         ranges.begin[r] = begin, ranges.end[r] = end;
         ranges.all_begin = larger(ranges.all_begin, begin), ranges.all_end = smaller(ranges.all_end, end);
         if (begin == end) continue;

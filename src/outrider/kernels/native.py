@@ -134,7 +134,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     num_rows, depth = x.shape
     num_outputs = weight.shape[0]
     assert weight.shape[1] == depth, (x.shape, weight.shape)
-    assert _is_plain(x) and _is_plain(weight) and (bias is None or (_is_plain(bias) and bias.shape[0] == num_outputs))
+    assert bias is None or bias.shape[0] == num_outputs
+    _check(x, weight, bias)
     out = torch.empty(num_rows, num_outputs)
     _native().outrider_linear(
         x.data_ptr(),
@@ -153,7 +154,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     """x [T, H] over its root mean square, times (weight [H] + offset)."""
     x = x.contiguous()
     num_rows, width = x.shape
-    assert _is_plain(x) and _is_plain(weight) and weight.shape[0] == width
+    assert weight.shape[0] == width, (x.shape, weight.shape)
+    _check(x, weight)
     out = torch.empty(num_rows, width)
     _native().outrider_rms_norm(
         x.data_ptr(),
@@ -174,8 +176,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
     """(rms_norm(x + residual), x + residual), both new; all [T, H]."""
     x, residual = x.contiguous(), residual.contiguous()
     num_rows, width = x.shape
-    assert x.shape == residual.shape and weight.shape[0] == width
-    assert _is_plain(x) and _is_plain(residual) and _is_plain(weight)
+    assert x.shape == residual.shape, (x.shape, residual.shape)
+    assert weight.shape[0] == width, (x.shape, weight.shape)
+    _check(x, residual, weight)
     out, total = torch.empty(num_rows, width), torch.empty(num_rows, width)
     _native().outrider_rms_norm(
         x.data_ptr(),
@@ -205,7 +208,8 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
 def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
     gate_up = gate_up.contiguous()
     num_rows, double_width = gate_up.shape
-    assert _is_plain(gate_up) and double_width % 2 == 0
+    assert double_width % 2 == 0, gate_up.shape
+    _check(gate_up)
     out = torch.empty(num_rows, double_width // 2)
     threads = torch.get_num_threads()
     _native().outrider_gated(gate_up.data_ptr(), out.data_ptr(), num_rows, double_width // 2, gelu, threads)
@@ -215,7 +219,8 @@ def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
 def row_argmax(x: Tensor) -> Tensor:
     """The index of each row's first maximum, int64 [R]; NaN counts as minus infinity."""
     x = x.contiguous()
-    assert _is_plain(x) and x.shape[1] > 0
+    assert x.shape[1] > 0, x.shape
+    _check(x)
     out = torch.empty(x.shape[0], dtype=torch.int64)
     _native().outrider_row_argmax(x.data_ptr(), out.data_ptr(), *x.shape, torch.get_num_threads())
     return out
@@ -239,10 +244,14 @@ def rope_write(
     fused tensor: only their last two dimensions must be dense."""
     num_rows, num_heads, head_dim = query.shape
     half = cosine.shape[1]
-    assert _is_plain(cosine) and _is_plain(sine) and cosine.shape == sine.shape and 2 * half <= head_dim
-    assert key.shape == (num_rows, *key_pages.shape[2:]) and value.shape == (num_rows, *value_pages.shape[2:])
-    assert cosine.shape[0] == num_rows and key.shape[2] == head_dim and value_pages.shape[1] == key_pages.shape[1]
-    assert write_locations.dtype is torch.int64 and write_locations.is_contiguous() and len(write_locations) == num_rows
+    assert cosine.shape == sine.shape == (num_rows, half), (cosine.shape, sine.shape)
+    assert 2 * half <= head_dim == key.shape[2], (half, query.shape, key.shape)
+    assert key.shape == (num_rows, *key_pages.shape[2:]), (key.shape, key_pages.shape)
+    assert value.shape == (num_rows, *value_pages.shape[2:]), (value.shape, value_pages.shape)
+    assert value_pages.shape[1] == key_pages.shape[1], (key_pages.shape, value_pages.shape)
+    assert write_locations.shape[0] == num_rows, write_locations.shape
+    _check(cosine, sine)
+    _check(write_locations, dtype=torch.int64)
     out = torch.empty(num_rows, num_heads, head_dim)
     work = _ROPE_WORK.pack(
         query.data_ptr(),
@@ -289,13 +298,15 @@ def paged_attention(
     query = query.contiguous()
     num_rows, num_heads, head_dim = query.shape
     page_size, num_key_heads = key_pages.shape[1:3]
-    assert _is_plain(query) and num_heads % num_key_heads == 0 and key_pages.shape[3] == head_dim
-    assert value_pages.shape[1:3] == (page_size, num_key_heads)
-    assert page_table.dtype is torch.int32 and page_table.is_contiguous()
-    assert query_start.dtype is torch.int32 and query_start.is_contiguous()
-    assert indices.dtype is torch.int64 and indices.is_contiguous() and len(indices) == num_rows
-    assert block_end is None or (block_end.dtype is torch.int64 and block_end.is_contiguous())
-    assert sinks is None or (_is_plain(sinks) and len(sinks) == num_heads)
+    assert num_heads % num_key_heads == 0, (query.shape, key_pages.shape)
+    assert key_pages.shape[3] == head_dim, (query.shape, key_pages.shape)
+    assert value_pages.shape[1:3] == (page_size, num_key_heads), (key_pages.shape, value_pages.shape)
+    assert query_start.shape[0] == page_table.shape[0] + 1, (query_start.shape, page_table.shape)
+    assert indices.shape[0] == num_rows, (indices.shape, query.shape)
+    assert sinks is None or sinks.shape[0] == num_heads
+    _check(query, sinks)
+    _check(page_table, query_start, dtype=torch.int32)
+    _check(indices, block_end, dtype=torch.int64)
     out = torch.empty(num_rows, num_heads, value_pages.shape[3])
     work = _ATTENTION_WORK.pack(
         query.data_ptr(),
@@ -318,14 +329,22 @@ def paged_attention(
     return out
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+def _check(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
+    """C sees addresses only: what it takes for granted is checked here."""
+    for tensor in tensors:
+        if tensor is not None:
+            assert tensor.dtype is dtype, f"{tensor.dtype} where the native kernels take {dtype}"
+            assert tensor.is_cpu, tensor.device
+            assert tensor.is_contiguous(), tensor.stride()
 
 
 def _row_stride(rows: Tensor) -> int:
     """Of [T, heads, dim] whose rows may lie apart, but whose heads lie side by side."""
     row, head, last = rows.stride()
-    assert rows.dtype is torch.float32 and rows.is_cpu and last == 1 and (head == rows.shape[2] or rows.shape[1] == 1)
+    assert rows.dtype is torch.float32, rows.dtype
+    assert rows.is_cpu, rows.device
+    assert last == 1, rows.stride()
+    assert head == rows.shape[2] or rows.shape[1] == 1, rows.stride()
     return row
 
 
@@ -333,5 +352,7 @@ def _page_fields(pages: Tensor) -> tuple[int, int, int, int, int]:
     """page_view of native.c; pages [P, page, heads, dim] may lie apart, each must be dense."""
     _, page_size, num_heads, dim = pages.shape
     stride = pages.stride()
-    assert pages.dtype is torch.float32 and pages.is_cpu and stride[1:] == (num_heads * dim, dim, 1), stride
+    assert pages.dtype is torch.float32, pages.dtype
+    assert pages.is_cpu, pages.device
+    assert stride[1:] == (num_heads * dim, dim, 1), stride
     return pages.data_ptr(), stride[0], page_size, num_heads, dim

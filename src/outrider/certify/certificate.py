@@ -1,0 +1,168 @@
+"""What a proof comes to: counts for every case, the checks on the checker, and a verdict."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+
+from outrider import __version__
+from outrider.certify.comparison import Divergence
+from outrider.certify.distribution import DrawTest
+from outrider.outputs import RequestOutput
+
+PROVEN, MISMATCH, INCONCLUSIVE = "proven", "mismatch", "inconclusive"
+EXIT_STATUS = {PROVEN: 0, MISMATCH: 1, INCONCLUSIVE: 3}
+
+
+@dataclass
+class Counts:
+    requests: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    zero_draft_rounds: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    mismatches: int = 0
+
+    @property
+    def rejected(self) -> int:
+        return self.drafted - self.accepted
+
+    @property
+    def accept_length(self) -> float:
+        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+
+    def add(self, output: RequestOutput) -> None:
+        self.requests += 1
+        self.prefix_hit_tokens += output.num_cached_tokens
+        for completion in output.outputs:
+            how = completion.speculation
+            self.tokens += len(completion.token_ids)
+            self.rounds += how.rounds
+            self.drafted += how.drafted
+            self.accepted += how.accepted
+            self.zero_draft_rounds += how.rounds - (how.drafted_at[0] if how.drafted_at else 0)
+
+    def __iadd__(self, other: Counts) -> Counts:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+        return self
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self) | {"rejected": self.rejected}
+
+
+@dataclass
+class Case:
+    """All questions with one option and one temperature, asked in one way."""
+
+    composition: str
+    option: str
+    temperature: float
+    counts: Counts = field(default_factory=Counts)
+
+    def to_dict(self) -> dict[str, Any]:
+        named = {"composition": self.composition, "option": self.option, "temperature": self.temperature}
+        return named | self.counts.to_dict()
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What was certified, and with what."""
+
+    model: str
+    architecture: str
+    num_parameters: int
+    drafter: str
+    num_speculative_tokens: int
+    dtype: str
+    device: str
+
+    def versions(self) -> dict[str, str]:
+        return {"outrider": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+@dataclass
+class Certificate:
+    identity: Identity
+    cases: list[Case] = field(default_factory=list)
+    preemptions: dict[str, int] = field(default_factory=dict)  # by composition; they belong to no single case
+    first_divergence: Divergence | None = None
+    largest_logprob_difference: float = 0.0
+    control_mismatches: int = 0  # plain against plain: alone and in company
+    self_check: bool = False  # a token that was changed on purpose was noticed
+    draws: list[DrawTest] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def counts(self) -> Counts:
+        total = Counts(preemptions=sum(self.preemptions.values()))
+        for case in self.cases:
+            total += case.counts
+        return total
+
+    @property
+    def compositions(self) -> list[str]:
+        return list(dict.fromkeys(case.composition for case in self.cases))
+
+    @property
+    def verdict(self) -> str:
+        if self.counts.mismatches or any(test.differs for test in self.draws):
+            return MISMATCH
+        return INCONCLUSIVE if self.doubts else PROVEN
+
+    @property
+    def exit_status(self) -> int:
+        return EXIT_STATUS[self.verdict]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why a run without a mismatch would still prove nothing."""
+        counts = self.counts
+        found = []
+        if not counts.accepted:
+            found.append("no draft token was accepted, so speculation was never at work: try a drafter that fits better")
+        if not counts.rejected:
+            found.append("no draft token was rejected, so the way back was never tried: raise num_speculative_tokens")
+        if not self.self_check:
+            found.append("a token changed on purpose was not noticed, so the comparison itself is broken")
+        for test in self.draws:
+            if not test.control_rejected:
+                found.append(f"the {test.name} test could not tell a wrong distribution from the right one: draw more")
+        return found
+
+    @property
+    def not_exercised(self) -> list[str]:
+        """What this run happened not to meet; no doubt about the rest."""
+        counts = self.counts
+        met = {
+            "rounds without a draft": counts.zero_draft_rounds,
+            "preemptions": counts.preemptions,
+            "prefix hits": counts.prefix_hit_tokens,
+            "drafts in the statistical part": sum(test.drafted for test in self.draws),
+        }
+        return [name for name, count in met.items() if not count]
+
+    def to_dict(self) -> dict[str, Any]:
+        divergence = self.first_divergence
+        return {
+            "verdict": self.verdict,
+            **asdict(self.identity),
+            "versions": self.identity.versions(),
+            "counts": self.counts.to_dict(),
+            "doubts": self.doubts,
+            "not_exercised": self.not_exercised,
+            "largest_logprob_difference": self.largest_logprob_difference,
+            "self_check": self.self_check,
+            "control_mismatches": self.control_mismatches,
+            "distribution": [test.to_dict() for test in self.draws],
+            "preemptions": self.preemptions,
+            "cases": [case.to_dict() for case in self.cases],
+            "first_divergence": divergence.to_dict() if divergence is not None else None,
+            "seconds": round(self.seconds, 2),
+        }

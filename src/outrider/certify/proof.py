@@ -1,0 +1,297 @@
+"""The proof: plain answers once, then the same questions to speculative engines in every company and under every strain.
+One engine is open at a time, so that the proof needs no more memory than serving does."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.prompts import PromptText, Vocabulary
+from outrider.certify.certificate import Case, Certificate, Identity
+from outrider.certify.comparison import (
+    LOGPROB_TOLERANCE,
+    corrupted,
+    describe,
+    differences,
+    explain,
+    largest_logprob_difference,
+)
+from outrider.certify.distribution import DrawPlan, draw, evaluate_draws, plan_draws
+from outrider.certify.questions import FULL, QUICK, Effort, Question, ask, built_in_prompts
+from outrider.config import SpeculativeConfig
+from outrider.llm import AUTO, DEFAULT_DIRECTORY, LLM, Speculative
+from outrider.measure import method_of
+from outrider.outputs import RequestOutput
+
+Progress = Callable[[str, int, int], None]  # what, done, total
+OnStep = Callable[[int, int], None]
+PAGE_SIZE = 8
+MAX_DRAW_TRIALS = 4
+
+
+@dataclass
+class Watch:
+    """Tells whoever listens how far the proof is."""
+
+    listener: Progress | None
+    total: int = 0
+    done: int = 0
+
+    def stage(self, what: str) -> OnStep:
+        begin = self.done
+
+        def on_step(finished: int, total: int) -> None:
+            self.done = begin + finished
+            if self.listener is not None:
+                self.listener(what, self.done, max(self.total, self.done))
+
+        return on_step
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is certified. Every engine of the proof is opened here."""
+
+    model: str | Path | None
+    speculative: SpeculativeConfig
+    dtype: str
+    device: str
+    max_model_len: int
+
+    def open(self, *, plain: bool = False, **settings: Any) -> LLM:
+        usual = {"max_model_len": self.max_model_len, "page_size": PAGE_SIZE, "enable_prefix_caching": False}
+        speculative = None if plain else self.speculative
+        return LLM(self.model, speculative, dtype=self.dtype, device=self.device, **{**usual, **settings})
+
+
+Asker = Callable[[LLM, Sequence[Question], OnStep], list[RequestOutput]]
+
+
+def ask_together(llm: LLM, questions: Sequence[Question], on_step: OnStep) -> list[RequestOutput]:
+    return llm.generate([each.prompt for each in questions], [each.params for each in questions], on_step=on_step)
+
+
+def ask_alone(llm: LLM, questions: Sequence[Question], on_step: OnStep) -> list[RequestOutput]:
+    outputs, done = [], 0
+    for question in questions:
+        outputs += llm.generate(question.prompt, question.params)
+        done += question.params.n
+        on_step(done, 0)
+    return outputs
+
+
+def ask_shuffled(llm: LLM, questions: Sequence[Question], on_step: OnStep) -> list[RequestOutput]:
+    order = list(range(len(questions)))
+    random.Random(0).shuffle(order)
+    outputs = ask_together(llm, [questions[place] for place in order], on_step)
+    by_place = dict(zip(order, outputs, strict=True))
+    return [by_place[place] for place in range(len(questions))]
+
+
+@dataclass(frozen=True)
+class Composition:
+    """One way to ask all questions: in which company, of an engine with which settings."""
+
+    name: str
+    ask: Asker
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_sample: bool = False  # some of the questions only
+    is_tight: bool = False  # with a cache that holds little more than one request
+
+
+COMPOSITIONS = (
+    Composition("alone", ask_alone, is_sample=True),
+    Composition("together", ask_together),
+    Composition("shuffled", ask_shuffled),
+    # an engine lets every running request move in every step, so a small step also needs few requests
+    Composition("chunked prefill", ask_together, {"max_num_seqs": 2, "max_num_batched_tokens": 8}),
+    Composition("preempted", ask_together, {"max_num_seqs": 8}, is_tight=True),
+    Composition("prefix hits", ask_shuffled, {"page_size": 4, "enable_prefix_caching": True}),
+)
+
+
+class Proof:
+    def __init__(self, subject: Subject, questions: Sequence[Question], effort: Effort, watch: Watch) -> None:
+        self.subject, self.questions, self.effort, self.watch = subject, questions, effort, watch
+        self.sample = sorted(random.Random(1).sample(range(len(questions)), -(-len(questions) // effort.alone_every)))
+        watch.total = sum(self._size(places) for places in (self._all, self.sample)) + effort.max_draws
+        watch.total += sum(self._size(self._places(composition)) for composition in COMPOSITIONS)
+
+    def run(self) -> Certificate:
+        reference, plans, control_mismatches = self._ask_plain()
+        certificate: Certificate | None = None
+        for settings, group in self._engines():
+            with self._open(settings, group, certificate) as llm:
+                if certificate is None:
+                    certificate = Certificate(self._identity(llm), control_mismatches=control_mismatches)
+                    self._page_bytes = llm.budget.page_bytes
+                for composition in group:
+                    self._certify(certificate, composition, llm, reference)
+        assert certificate is not None
+        self._draw(certificate, plans)
+        if certificate.first_divergence is not None:
+            with self.subject.open(plain=True, max_num_seqs=1) as plain:
+                certificate.first_divergence = explain(certificate.first_divergence, plain)
+        return certificate
+
+    # the plain side
+
+    def _ask_plain(self) -> tuple[list[RequestOutput], list[DrawPlan], int]:
+        """The answers that count as the truth; the draws to make; and whether company changes a plain answer."""
+        with self.subject.open(plain=True) as plain:
+            reference = ask_together(plain, self.questions, self.watch.stage("plain"))
+            sampled = [self.questions[place] for place in self.sample]
+            alone = ask_alone(plain, sampled, self.watch.stage("plain, alone"))
+            tolerance = tolerance_of(plain)
+            pairs = zip((reference[place] for place in self.sample), alone, strict=True)
+            mismatches = sum(len(list(differences(left, right, tolerance))) for left, right in pairs)
+            distinct = dict.fromkeys(each.prompt_token_ids for each in self.questions)
+            return reference, plan_draws(plain, list(distinct)), mismatches
+
+    # the speculative side
+
+    def _engines(self) -> list[tuple[Mapping[str, Any], list[Composition]]]:
+        """Compositions that can share an engine, together."""
+        groups: list[tuple[Mapping[str, Any], list[Composition]]] = []
+        for composition in COMPOSITIONS:
+            if groups and groups[-1][0] == composition.settings:
+                groups[-1][1].append(composition)
+            else:
+                groups.append((composition.settings, [composition]))
+        return groups
+
+    def _open(
+        self, settings: Mapping[str, Any], group: Sequence[Composition], certificate: Certificate | None
+    ) -> LLM:
+        if not any(composition.is_tight for composition in group):
+            return self.subject.open(**settings)
+        assert certificate is not None
+        longest = max(question.final_len for question in self.questions)
+        num_pages = -(-(longest + 1 + self.subject.speculative.num_speculative_tokens) // PAGE_SIZE) + 2
+        memory = (num_pages + 1) * self._page_bytes  # one page belongs to nobody
+        return self.subject.open(**settings, max_model_len=longest, kv_cache_memory=memory)
+
+    def _certify(
+        self, certificate: Certificate, composition: Composition, llm: LLM, reference: Sequence[RequestOutput]
+    ) -> None:
+        places = self._places(composition)
+        questions = [self.questions[place] for place in places]
+        before = llm.engine.scheduler.num_preemptions
+        outputs = composition.ask(llm, questions, self.watch.stage(composition.name))
+        certificate.preemptions[composition.name] = llm.engine.scheduler.num_preemptions - before
+        cases: dict[tuple[str, float], Case] = {}
+        tolerance = tolerance_of(llm)
+        for place, question, output in zip(places, questions, outputs, strict=True):
+            key = question.option, question.temperature
+            case = cases.setdefault(key, Case(composition.name, *key))
+            case.counts.add(output)
+            for difference in differences(reference[place], output, tolerance):
+                case.counts.mismatches += 1
+                if certificate.first_divergence is None:
+                    found = describe(question, reference[place], difference, composition.name)
+                    certificate.first_divergence = found
+            largest = largest_logprob_difference(reference[place], output)
+            certificate.largest_logprob_difference = max(certificate.largest_logprob_difference, largest)
+        certificate.cases += cases.values()
+        if not certificate.self_check:
+            certificate.self_check = notices_corruption(outputs, tolerance, llm.target.vocab_size)
+
+    def _draw(self, certificate: Certificate, plans: Sequence[DrawPlan]) -> None:
+        """With the sharpest prompt that the drafter has something to say about."""
+        with self.subject.open(max_num_seqs=32, enable_prefix_caching=True) as llm:
+            for plan in plans[:MAX_DRAW_TRIALS]:
+                trial = evaluate_draws(plan, draw(llm, plan.prompt_token_ids, 16))
+                if trial[1].drafted:
+                    break
+            else:
+                plan = plans[0]
+            count = plan.num_draws(self.effort.max_draws)
+            self.watch.total += count - self.effort.max_draws
+            outputs = draw(llm, plan.prompt_token_ids, count, self.watch.stage("distribution"))
+            certificate.draws = evaluate_draws(plan, outputs)
+
+    # helpers
+
+    @property
+    def _all(self) -> Sequence[int]:
+        return range(len(self.questions))
+
+    def _places(self, composition: Composition) -> Sequence[int]:
+        return self.sample if composition.is_sample else self._all
+
+    def _size(self, places: Sequence[int]) -> int:
+        return sum(self.questions[place].params.n for place in places)
+
+    def _identity(self, llm: LLM) -> Identity:
+        settings = self.subject.speculative
+        method = method_of(llm) or "none"
+        return Identity(
+            model=str(self.subject.model) if self.subject.model is not None else "embedded default",
+            architecture=str((llm.target.config.get("architectures") or ["unnamed"])[0]),
+            num_parameters=sum(parameter.numel() for parameter in llm.target.parameters()),
+            drafter=method if settings.model is None else f"{method} ({settings.model})",
+            num_speculative_tokens=settings.num_speculative_tokens,
+            dtype=str(llm.target.embed.weight.dtype).removeprefix("torch."),
+            device=str(llm.config.torch_device),
+        )
+
+
+def tolerance_of(llm: LLM) -> float:
+    return LOGPROB_TOLERANCE[llm.target.embed.weight.dtype]
+
+
+def notices_corruption(outputs: Sequence[RequestOutput], tolerance: float, vocab_size: int) -> bool:
+    """Whether the comparison sees one wrong token, at the beginning, in the middle and at the end of an answer."""
+    output = max(outputs, key=lambda each: len(each.outputs[0].token_ids))
+    length = len(output.outputs[0].token_ids)
+    for position in {0, length // 2, length - 1}:
+        found = list(differences(output, corrupted(output, position, vocab_size), tolerance))
+        if [(each.kind, each.position) for each in found] != [("token", position)]:
+            return False
+    return not list(differences(output, output, tolerance))
+
+
+def certify(
+    model: str | Path | None = None,
+    speculative_config: Speculative = AUTO,
+    *,
+    prompts: Sequence[PromptText] | None = None,
+    quick: bool = False,
+    max_tokens: int | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> Certificate:
+    """Plain against speculative decoding of one target. Without a drafter, the embedded target's own or n-grams."""
+    begin = time.perf_counter()
+    effort = QUICK if quick else FULL
+    if max_tokens is not None:
+        if max_tokens < 4:
+            raise ValueError(f"max_tokens must be at least 4, not {max_tokens}: drafts need room to be judged")
+        effort = Effort(effort.num_prompts, effort.num_seeds, max_tokens, effort.alone_every, effort.max_draws)
+    vocabulary = Vocabulary.of(model if model is not None else DEFAULT_DIRECTORY / "target")
+    texts = prompts if prompts is not None else built_in_prompts(vocabulary, effort)
+    questions = ask(vocabulary.encode_all(texts), effort, has_tokenizer=vocabulary.tokenizer is not None)
+    if not questions:
+        raise ValueError("there is no prompt to ask: give at least one")
+    longest = max(question.final_len for question in questions)
+    subject = Subject(model, speculative_for(model, speculative_config), dtype, device, max_model_len or longest)
+    certificate = Proof(subject, questions, effort, Watch(progress)).run()
+    certificate.seconds = time.perf_counter() - begin
+    return certificate
+
+
+def speculative_for(model: str | Path | None, given: Speculative) -> SpeculativeConfig:
+    if isinstance(given, SpeculativeConfig):
+        return given
+    if isinstance(given, Mapping):
+        return SpeculativeConfig.from_dict(dict(given))
+    if given is None or given == AUTO:
+        own = model is None
+        return SpeculativeConfig(model=str(DEFAULT_DIRECTORY / "drafter")) if own else SpeculativeConfig(method="ngram")
+    raise ValueError(f'speculative_config must be a mapping, None or "auto", not {given!r}')

@@ -1,0 +1,83 @@
+"""Imports point down only, and the core needs nothing it should not."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "outrider"
+# from the ground up; a module may import its own layer and those below
+LAYERS = [
+    {"types", "config", "registry", "sampling_params", "tokenizer"},
+    {"kernels"},
+    {"layers"},
+    {"models"},
+    {"drafters"},
+    {"engine"},
+    {"outputs"},
+    {"llm"},
+    {"console"},
+    {"certify", "bench"},
+    {"cli"},
+    {"__main__", "__init__"},
+]
+FORBIDDEN = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "transformers"}
+
+
+def layer(name: str) -> int:
+    for number, names in enumerate(LAYERS):
+        if name in names:
+            return number
+    raise AssertionError(f"{name} has no place in the import order: add it to tests/test_imports.py")
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """(module, at the top of the file?)"""
+    tree = ast.parse(path.read_text())
+    top = set(map(id, tree.body))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.module, id(node) in top))
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_down(path: Path) -> None:
+    own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    for module, _ in imports(path):
+        parts = module.split(".")
+        if parts[0] == "outrider" and len(parts) > 1:
+            assert layer(parts[1]) <= layer(own), f"{own} must not import {module}"
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_nothing_forbidden_is_imported(path: Path) -> None:
+    for module, at_top in imports(path):
+        name = module.split(".")[0]
+        if name == "transformers" and "bench" in path.parts and not at_top:
+            continue  # a peer to race against, where it is installed
+        assert name not in FORBIDDEN, f"{path.name} imports {module}"
+    text = path.read_text()
+    for call in ("torch.load(", "eval(", "exec("):
+        assert call not in text.replace(".eval(", ""), f"{path.name} calls {call})"
+
+
+def test_targets_know_nothing_of_speculation() -> None:
+    words = ("draft", "specul", "eagle", "verdict")
+    for path in (SOURCE / "models").glob("*.py"):
+        if path.name != "base.py":
+            text = path.read_text().lower()
+            assert not any(word in text for word in words), f"{path.name} speaks of speculation"
+
+
+def test_the_engine_names_no_model_and_no_method() -> None:
+    names = [path.stem for folder in ("models", "drafters") for path in (SOURCE / folder).glob("*.py")]
+    names = [name for name in names if name not in ("__init__", "base", "draft_model")]
+    for path in (SOURCE / "engine").glob("*.py"):
+        if path.stem.startswith("gguf"):  # a file format names architectures
+            continue
+        for module, _ in imports(path):
+            assert module.split(".")[-1] not in names, f"{path.name} imports {module}"
