@@ -1,13 +1,13 @@
 """Makes Outrider's embedded default, a tiny target and its EAGLE-3 drafter, stage by stage.
 
-Stages: text (a teacher writes), tokenizer, target, drafter, measure. scripts/README.md gives the commands.
+Stages: text (a teacher writes), clean, tokenizer, target, drafter, measure. scripts/README.md gives the commands.
 """
 
 import argparse
 from pathlib import Path
 
 import torch
-from default_model.corpus import TextOptions, make_text
+from default_model.corpus import TextOptions, clean_text, make_text
 from default_model.drafter import DrafterOptions, make_drafter
 from default_model.measure import measure
 from default_model.target import TrainOptions, make_target
@@ -23,7 +23,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", type=Path, default=DEFAULT / "target", help="folder of the target checkpoint")
     parser.add_argument("--drafter", type=Path, default=DEFAULT / "drafter", help="folder of the drafter checkpoint")
     stages = parser.add_subparsers(dest="stage", required=True)
-    _add_text(stages.add_parser("text", help="let the teacher answer many requests, clean and save the answers"))
+    _add_text(stages.add_parser("text", help="let the teacher answer many requests"))
+    _add_data(stages.add_parser("clean", help="keep the good answers"))
     _add_data(stages.add_parser("tokenizer", help="train the byte-level BPE on the text"))
     _add_target(stages.add_parser("target", help="train the tiny target"))
     _add_drafter(stages.add_parser("drafter", help="let the target write, then train the drafter on that"))
@@ -32,13 +33,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_data(stage: argparse.ArgumentParser) -> None:
-    stage.add_argument("--data", type=Path, required=True, help="folder of the text-*.jsonl.xz files")
+    stage.add_argument("--data", type=Path, required=True, help="folder of the raw-* and text-*.jsonl.xz files")
 
 
 def _add_text(stage: argparse.ArgumentParser) -> None:
     _add_data(stage)
     stage.add_argument("--teacher", type=Path, required=True, help="SmolLM2-135M-Instruct as a GGUF file")
-    stage.add_argument("--sequences", type=int, default=400_000)
+    stage.add_argument("--sequences", type=int, default=260_000)
     stage.add_argument("--limit-s", type=float, default=300, help="stop generating after this many seconds")
     stage.add_argument("--slots", type=int, default=4096, help="sequences decoded at once")
 
@@ -121,6 +122,8 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     if arguments.stage == "text":
         _text(arguments)
+    elif arguments.stage == "clean":
+        clean_text(arguments.data)
     elif arguments.stage == "tokenizer":
         make_tokenizer(arguments.data, arguments.target)
     elif arguments.stage == "target":

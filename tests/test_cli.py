@@ -6,8 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +17,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from typer.testing import CliRunner, Result
 
 import outrider.engine.engine
-from outrider import LLM, SamplingParams, Speculation, __version__
+from outrider import LLM, SamplingParams, __version__
 from outrider.cli import app
-from outrider.console import (
-    DRAFT_COLOURS,
-    Consoles,
-    StreamedText,
-    acceptance_bars,
-    checkpoint_name,
-    loading,
-    open_consoles,
-    show_card,
-)
+from outrider.console import Consoles
 from outrider.conversation import Conversation, converse
 from outrider.measure import Question, first_difference, run
 from outrider.outputs import CompletionOutput
@@ -334,99 +323,10 @@ def test_two_interrupts_are_an_interrupt(target: str) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
+    before = signal.getsignal(signal.SIGINT)
     with LLM(target, max_num_seqs=1) as llm, pytest.raises(KeyboardInterrupt):
         run(llm, Question(PROMPT, SamplingParams(max_tokens=5)), interrupt)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-# rendering
-
-
-def completion(text: str, ends: list[int], positions: list[int]) -> CompletionOutput:
-    return CompletionOutput(
-        index=0,
-        text=text,
-        token_ids=list(range(len(ends))),
-        finish_reason=None,
-        stop_reason=None,
-        logprobs=None,
-        speculation=Speculation(2, 6, 3, (2, 2, 2), (2, 1, 0)),
-        seed=0,
-        draft_positions=positions,
-        text_ends=ends,
-    )
-
-
-def terminal(**options: Any) -> tuple[Console, io.StringIO]:
-    written = io.StringIO()
-    return Console(file=written, force_terminal=True, **options), written
-
-
-def test_drafted_text_is_coloured_by_position() -> None:
-    console, written = terminal(color_system="standard")
-    stream = StreamedText(console)
-    stream.show(completion("ab", [1, 2], [0, 1]))
-    stream.show(completion("abcd\te", [1, 2, 3, 6], [0, 1, 9, 0]))  # a draft deeper than there are colours
-    stream.finish()
-    assert written.getvalue() == f"a{ESCAPE}[32mb{ESCAPE}[0m{ESCAPE}[31mc{ESCAPE}[0md\te\n"
-
-
-def test_without_colours_text_is_as_it_is() -> None:
-    console, written = terminal(color_system=None)
-    StreamedText(console).show(completion("a\tb  " * 40, [1, 200], [0, 1]))
-    assert written.getvalue() == "a\tb  " * 40
-
-
-def test_control_characters_do_not_reach_a_terminal() -> None:
-    console, written = terminal(color_system=None)
-    text = f"a{ESCAPE}]0;title\x07\x9b"
-    StreamedText(console).show(completion(text, [len(text)], [0]))
-    assert written.getvalue() == "a␛]0;title␇\N{REPLACEMENT CHARACTER}"
-    piped = io.StringIO()
-    StreamedText(Console(file=piped)).show(completion(text, [len(text)], [0]))
-    assert piped.getvalue() == text
-
-
-def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert open_consoles().out.color_system is not None
-    assert open_consoles(no_color=True).out.color_system is None
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert open_consoles().out.color_system is None
-
-
-def test_the_card_has_a_bar_for_each_position(make_run: Callable[..., Any]) -> None:
-    console, written = terminal(color_system=None, width=20)
-    show_card(console, make_run(), "eagle3")
-    lines = written.getvalue().splitlines()
-    assert lines[0] == "tokens      2 tokens in 0.50 s, the first after 0.10 s"
-    assert lines[1] == "speed       4.0 tokens/s"
-    assert lines[-1].split() == ["acceptance", "1█100%", "2▅50%", "3▁0%"]
-    bars = acceptance_bars(make_run().completion.speculation)
-    assert [str(span.style) for span in bars.spans] == list(DRAFT_COLOURS[:3])
-
-
-@pytest.fixture
-def make_run() -> Callable[..., Any]:
-    from outrider.measure import Run
-
-    return lambda **changes: replace(Run(completion("ab", [1, 2], [0, 1]), seconds=0.5, ttft=0.1), **changes)
-
-
-def test_progress_is_for_terminals() -> None:
-    with loading(Console(file=io.StringIO())) as progress:
-        assert progress is None
-    console, written = terminal(color_system=None, width=80)
-    with loading(console) as progress:
-        assert progress is not None
-        for done in range(4):
-            progress("/models/rider", done, 3)
-    assert "loading rider" in written.getvalue()
-
-
-def test_checkpoint_name() -> None:
-    assert checkpoint_name("/models/rider/") == "rider"
-    assert checkpoint_name("/cache/models--org--rider/snapshots/0123abc") == "org/rider"
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_first_difference() -> None:

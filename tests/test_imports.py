@@ -16,7 +16,7 @@ LAYERS = [
     {"engine"},
     {"outputs"},
     {"llm"},
-    {"console"},
+    {"console", "conversation", "measure"},
     {"certify", "bench"},
     {"cli"},
     {"__main__", "__init__"},

@@ -1,4 +1,4 @@
-"""The text stage: the teacher answers many requests; cleaned answers are written as compressed JSON lines."""
+"""The text and clean stages: the teacher answers many requests, the answers are cleaned; both as JSON lines."""
 
 import itertools
 import json
@@ -19,7 +19,17 @@ from default_model.teacher import Teacher, load_teacher
 
 SYSTEM = "You write short texts in simple words."
 TEMPERATURES = (0.7, 0.8, 0.9, 1.0)
-NUM_SHARDS = 6
+NUM_SHARDS = 7
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request with the teacher's raw answer; `complete`: it ended by itself."""
+
+    kind: str
+    prompt: str
+    text: str
+    complete: bool
 
 
 @dataclass(frozen=True)
@@ -54,9 +64,7 @@ def _prompts(teacher: Teacher, asked: list[Request], options: TextOptions) -> It
         yield Prompt(teacher.tokenizer.encode(text).ids, pick.choice(TEMPERATURES), index)
 
 
-def generate(options: TextOptions) -> Iterator[tuple[Request, str, bool]]:
-    """Requests with the teacher's raw answers, and whether each answer ended by itself."""
-    teacher = load_teacher(options.teacher)
+def _continuations(teacher: Teacher, asked: list[Request], options: TextOptions) -> list[Continuation]:
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     network = teacher.network.to(options.device, dtype)
     prefix = teacher.tokenizer.encode(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n").ids
@@ -69,57 +77,73 @@ def generate(options: TextOptions) -> Iterator[tuple[Request, str, bool]]:
         limit_s=options.limit_s,
     )
     torch.manual_seed(options.seed)
+    return list(SlotDecoder(network, decoding).run(_prompts(teacher, asked, options)))
+
+
+def generate(options: TextOptions) -> list[Answer]:
+    """The teacher's answers to the stream of requests."""
+    teacher = load_teacher(options.teacher)
     asked: list[Request] = []
-    done = list(SlotDecoder(network, decoding).run(_prompts(teacher, asked, options)))
+    done = _continuations(teacher, asked, options)
     print(f"{len(done)} answers, {sum(len(item.tokens) - item.prompt_len for item in done) / 1e6:.1f}M teacher tokens")
-    yield from _texts(teacher, asked, done)
-
-
-def _texts(teacher: Teacher, asked: list[Request], done: list[Continuation]) -> Iterator[tuple[Request, str, bool]]:
-    answers = teacher.tokenizer.decode_batch([item.tokens[item.prompt_len :] for item in done])
-    for item, answer in zip(done, answers, strict=True):
+    texts = teacher.tokenizer.decode_batch([item.tokens[item.prompt_len :] for item in done])
+    answers = []
+    for item, text in zip(done, texts, strict=True):
         request = asked[item.label]
-        yield request, request.opening + answer, item.tokens[-1] == teacher.end_of_turn
+        complete = item.tokens[-1] == teacher.end_of_turn
+        answers.append(Answer(request.kind, request.text, request.opening + text, complete))
+    return answers
 
 
-def _example(raw: tuple[Request, str, bool]) -> Example | None:
-    request, text, complete = raw
-    answer = clean(text, complete)
-    return Example(request.kind, request.text, answer) if answer else None
+def _write_shard(path: Path, records: list[Answer] | list[Example]) -> None:
+    with lzma.open(path, "wt", preset=6) as file:
+        for record in records:
+            file.write(json.dumps(asdict(record)) + "\n")
 
 
-def _write_shard(path: Path, examples: list[Example]) -> None:
-    with lzma.open(path, "wt", preset=4) as file:
-        for example in examples:
-            file.write(json.dumps(asdict(example)) + "\n")
+def _write(folder: Path, name: str, records: list[Answer] | list[Example]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}-{index}.jsonl.xz" for index in range(NUM_SHARDS)]
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(_write_shard, paths, [records[index::NUM_SHARDS] for index in range(NUM_SHARDS)]))
+
+
+def _read_shard(path: Path) -> list[dict]:
+    with lzma.open(path, "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def _read(folder: Path, name: str) -> list[dict]:
+    paths = sorted(folder.glob(f"{name}-*.jsonl.xz"))
+    if not paths:
+        raise ValueError(f"no {name}-*.jsonl.xz in {folder}: run the stage before this one first")
+    with ProcessPoolExecutor() as pool:
+        return list(itertools.chain.from_iterable(pool.map(_read_shard, paths)))
 
 
 def make_text(options: TextOptions) -> None:
-    """Generate, clean, drop duplicates, write shards."""
-    raw = list(generate(options))
+    """Generate, and write all answers as they came."""
+    _write(options.data, "raw", generate(options))
+
+
+def _cleaned(answer: dict) -> Example | None:
+    text = clean(answer["text"], answer["complete"])
+    return Example(answer["kind"], answer["prompt"], text) if text else None
+
+
+def clean_text(data: Path) -> None:
+    """Clean the raw answers, drop duplicates, write the text that the later stages learn from."""
+    answers = _read(data, "raw")
     with ProcessPoolExecutor() as pool:
-        cleaned = list(pool.map(_example, raw, chunksize=2000))
+        cleaned = list(pool.map(_cleaned, answers, chunksize=500))
     kept = list({example.answer: example for example in cleaned if example}.values())
-    print(
-        f"kept {len(kept)} of {len(raw)} answers, {sum(len(example.answer) for example in kept) / 1e6:.1f}M characters"
-    )
-    counts, kinds = Counter(request.kind for request, _, _ in raw), Counter(example.kind for example in kept)
+    num_characters = sum(len(example.answer) for example in kept)
+    print(f"kept {len(kept)} of {len(answers)} answers, {num_characters / 1e6:.1f}M characters")
+    counts, kinds = Counter(answer["kind"] for answer in answers), Counter(example.kind for example in kept)
     print("kept by kind: " + ", ".join(f"{kind} {kinds[kind]}/{count}" for kind, count in counts.most_common()))
-    options.data.mkdir(parents=True, exist_ok=True)
-    paths = [options.data / f"text-{index}.jsonl.xz" for index in range(NUM_SHARDS)]
-    with ProcessPoolExecutor() as pool:
-        list(pool.map(_write_shard, paths, [kept[index::NUM_SHARDS] for index in range(NUM_SHARDS)]))
-
-
-def _read_shard(path: Path) -> list[Example]:
-    with lzma.open(path, "rt") as file:
-        return [Example(**json.loads(line)) for line in file]
+    _write(data, "text", kept)
 
 
 def read_examples(data: Path) -> list[Example]:
-    """All examples of a data folder, in a fixed order."""
-    paths = sorted(data.glob("text-*.jsonl.xz"))
-    if not paths:
-        raise ValueError(f"no text-*.jsonl.xz in {data}: run the text stage first")
-    with ProcessPoolExecutor() as pool:
-        return list(itertools.chain.from_iterable(pool.map(_read_shard, paths)))
+    """All cleaned examples of a data folder, in a fixed order."""
+    return [Example(**record) for record in _read(data, "text")]

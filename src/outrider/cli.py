@@ -33,8 +33,6 @@ from outrider.measure import NUM_TIMED_RUNS, Comparison, Question, Run, compare,
 from outrider.sampling_params import SamplingParams
 
 EXIT_DIFFERENT, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-
-
 ABOUT = """LLM inference with a drafter that rides ahead. What comes out is what the target alone would have said.
 
 \b
@@ -290,7 +288,7 @@ def _compare_with_plain(
 
 def _report(result: Run, comparison: Comparison | None, llm: LLM, model: str | None) -> dict[str, Any]:
     speculation = result.completion.speculation
-    report = _timing_report(result) | {
+    report = result.report() | {
         "rounds": speculation.rounds,
         "accept_length": speculation.accept_length,
         "acceptance_per_position": speculation.acceptance_per_position,
@@ -301,22 +299,11 @@ def _report(result: Run, comparison: Comparison | None, llm: LLM, model: str | N
     }
     if comparison is not None:
         report |= {
-            "plain": _timing_report(comparison.plain),
+            "plain": comparison.plain.report(),
             "identical": comparison.difference is None,
             "speedup": comparison.speedup,
         }
     return report
-
-
-def _timing_report(result: Run) -> dict[str, Any]:
-    return {
-        "text": result.completion.text,
-        "token_ids": result.completion.token_ids,
-        "num_tokens": result.num_tokens,
-        "seconds": result.seconds,
-        "ttft": result.ttft,
-        "tokens_per_second": result.tokens_per_second,
-    }
 
 
 @app.command()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 from outrider.drafters.base import drafters
 from outrider.llm import LLM, Prompt
@@ -46,6 +46,17 @@ class Run:
     @property
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
+
+    def report(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "text": self.completion.text,
+            "token_ids": self.completion.token_ids,
+            "num_tokens": self.num_tokens,
+            "seconds": self.seconds,
+            "ttft": self.ttft,
+            "tokens_per_second": self.tokens_per_second,
+        }
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Other engines that a benchmark can stand beside ours, on the very same weights. One that is missing is named, not hidden."""
+"""Other engines that a benchmark can stand beside ours, on the very same weights.
+One that is missing is named, not hidden."""
 
 from __future__ import annotations
 

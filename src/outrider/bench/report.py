@@ -55,7 +55,9 @@ def show_card(console: Console, setting: Setting, records: Sequence[Record], not
     plural = "s" if setting.num_prompts != 1 else ""
     head = f"{setting.model}, {setting.dtype} on {setting.device} with {setting.threads} threads"
     console.print(Text(f"{setting.command}: {head}", "bold"), soft_wrap=True)
-    asked = f"{setting.num_prompts} prompt{plural}, batch {setting.batch_size}, {setting.max_tokens} tokens each, greedy"
+    asked = (
+        f"{setting.num_prompts} prompt{plural}, batch {setting.batch_size}, {setting.max_tokens} tokens each, greedy"
+    )
     console.print(Text(f"{asked}; medians of {setting.num_runs} interleaved runs", "dim"), soft_wrap=True)
     console.print(_table(records))
     for left, right in _pairs(records):
@@ -113,7 +115,9 @@ def _equality_lines(records: Sequence[Record]) -> list[Text]:
             lines.append(Text(f"identical tokens, speculative and plain: {word} ({equal} of {total} answers)", style))
         else:
             lines.append(Text(f"identical answers, {record.name} and {plain.name}: {equal} of {total}"))
-    lines += [Text(f"{each.name} gave different answers in different runs", "red") for each in records if not each.is_steady]
+    lines += [
+        Text(f"{each.name} gave different answers in different runs", "red") for each in records if not each.is_steady
+    ]
     return lines
 
 

@@ -126,14 +126,19 @@ class Certificate:
         counts = self.counts
         found = []
         if not counts.accepted:
-            found.append("no draft token was accepted, so speculation was never at work: try a drafter that fits better")
+            found.append(
+                "no draft token was accepted, so speculation was never at work: try a drafter that fits better"
+            )
         if not counts.rejected:
             found.append("no draft token was rejected, so the way back was never tried: raise num_speculative_tokens")
         if not self.self_check:
             found.append("a token changed on purpose was not noticed, so the comparison itself is broken")
         for test in self.draws:
             if not test.control_rejected:
-                found.append(f"the {test.name} test could not tell a wrong distribution from the right one: draw more")
+                found.append(
+                    f"the test of the {test.name} could not tell a wrong distribution from the right one: add prompts "
+                    "whose next word is neither certain nor arbitrary"
+                )
         return found
 
     @property

@@ -4,12 +4,12 @@ A wrong distribution is put to the same test and must fail it: else the test cou
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outrider.llm import LLM
 from outrider.outputs import RequestOutput
@@ -17,50 +17,59 @@ from outrider.sampling_params import SamplingParams
 
 SIGNIFICANCE = 1e-4  # a sampler that is right fails once in ten thousand
 CONTROL_TEMPERATURE = 1.3  # what the wrong distribution looks like
-NUM_BINS = 20  # the likeliest tokens, each by itself; the others are one bin
+RANK_EDGES = (1, 2, 3, 4, 6, 8, 12, 20)  # tokens are counted by their rank, the unlikely ones of all ranks together
 MIN_EXPECTED = 5.0  # draws in a bin, or the test's mathematics does not hold
 MIN_DRAWS = 400
-REST = -1  # the bin of all other tokens
+NUM_SCOUTS = 2  # first tokens that are looked beyond to choose a prompt
+NUM_STRATA = 32  # first tokens after each of which the second is tested
+NUM_PLANS = 3
 FIRST_SEED = 7_000_000
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Probabilities of the likeliest tokens after a text, and of all others together."""
+    """The likeliest tokens after a text, the best first, and their probabilities; all others are the rest."""
 
-    probabilities: dict[int, float]  # with REST
+    tokens: tuple[int, ...]
+    probabilities: tuple[float, ...]
 
-    @property
-    def best(self) -> int:
-        return max((token for token in self.probabilities if token != REST), key=self.probabilities.__getitem__)
+    def bins(self, temperature: float = 1.0) -> Tensor:
+        """Probability of each range of ranks and of the rest; flattened where the temperature is above 1."""
+        rest = max(1 - sum(self.probabilities), 0.0)
+        powers = torch.tensor([*self.probabilities, rest], dtype=torch.float64) ** (1 / temperature)
+        powers = powers / powers.sum()
+        places = torch.tensor([*(bin_of_rank(rank) for rank in range(1, len(powers))), len(RANK_EDGES)])
+        return torch.zeros(len(RANK_EDGES) + 1, dtype=torch.float64).scatter_add(0, places, powers)
 
-    def flattened(self, temperature: float) -> Distribution:
-        powers = {token: p ** (1 / temperature) if p > 0 else 0.0 for token, p in self.probabilities.items()}
-        total = sum(powers.values())
-        return Distribution({token: power / total for token, power in powers.items()})
+    def bin_of(self, token: int) -> int:
+        return bin_of_rank(self.tokens.index(token) + 1) if token in self.tokens else len(RANK_EDGES)
 
-    def distance(self, other: Distribution) -> float:
-        """What one draw from self adds, on average, to the chi-squared statistic against `other`."""
-        pairs = [(p, other.probabilities[token]) for token, p in self.probabilities.items()]
-        return sum((p - q) ** 2 / q for p, q in pairs if q > 0)
+    def distance_to_control(self) -> float:
+        """What one draw adds, on average, to the statistic of the control."""
+        own, wrong = self.bins(), self.bins(CONTROL_TEMPERATURE)
+        return float(((own - wrong) ** 2 / wrong.clamp(min=1e-12)).sum())
+
+
+def bin_of_rank(rank: int) -> int:
+    return next((place for place, edge in enumerate(RANK_EDGES) if rank <= edge), len(RANK_EDGES))
 
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """A prompt, its first token's distribution, and the second's after the likeliest first one."""
+    """A prompt, its first token's distribution, and the second's after each of the likeliest first ones."""
 
     prompt_token_ids: tuple[int, ...]
     first: Distribution
-    second: Distribution
+    second: dict[int, Distribution]  # by first token
 
     @property
     def sharpness(self) -> float:
         """How much one draw tells right from wrong where drafts matter: at the second token."""
-        share = self.first.probabilities[self.first.best]
-        return share * self.second.distance(self.second.flattened(CONTROL_TEMPERATURE))
+        share = dict(zip(self.first.tokens, self.first.probabilities, strict=True))
+        return sum(share[token] * truth.distance_to_control() for token, truth in self.second.items())
 
     def num_draws(self, at_most: int) -> int:
-        enough = 50 + 10 * math.sqrt(2 * NUM_BINS)  # the control's excess, well beyond any threshold
+        enough = 60 + 10 * math.sqrt(2 * len(RANK_EDGES))  # the control's excess, well beyond any threshold
         return max(min(MIN_DRAWS, at_most), min(at_most, math.ceil(enough / max(self.sharpness, 1e-9))))
 
 
@@ -68,7 +77,6 @@ class DrawPlan:
 class DrawTest:
     name: str
     draws: int
-    bins: int
     p_value: float
     control_p_value: float
     drafted: int  # draft tokens judged at this place
@@ -86,7 +94,6 @@ class DrawTest:
         return {
             "name": self.name,
             "draws": self.draws,
-            "bins": self.bins,
             "p_value": self.p_value,
             "control_p_value": self.control_p_value,
             "drafted": self.drafted,
@@ -96,48 +103,37 @@ class DrawTest:
         }
 
 
-def chi_squared(observed: Sequence[float], expected: Sequence[float]) -> float:
-    """The p-value of Pearson's test with one degree of freedom less than there are bins."""
-    seen, awaited = (torch.tensor(values, dtype=torch.float64) for values in (observed, expected))
-    statistic = ((seen - awaited) ** 2 / awaited).sum()
-    freedom = torch.tensor(max(len(observed) - 1, 1), dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+# planning, on the plain side
 
 
-def binned(tokens: Counter[int], distribution: Distribution) -> tuple[list[float], list[float]]:
-    """Observed and expected counts; tokens too rare to count by themselves join the rest."""
-    total = sum(tokens.values())
-    expected = {token: p * total for token, p in distribution.probabilities.items()}
-    own = [token for token in expected if token != REST and expected[token] >= MIN_EXPECTED]
-    observed_bins, expected_bins = [float(tokens[token]) for token in own], [expected[token] for token in own]
-    rest_seen, rest_expected = total - sum(observed_bins), total - sum(expected_bins)
-    if rest_expected >= MIN_EXPECTED or not own:
-        return [*observed_bins, rest_seen], [*expected_bins, rest_expected]
-    smallest = expected_bins.index(min(expected_bins))
-    observed_bins[smallest] += rest_seen
-    expected_bins[smallest] += rest_expected
-    return observed_bins, expected_bins
-
-
-def next_distribution(plain: LLM, prompts: Sequence[Sequence[int]]) -> list[Distribution]:
+def next_distributions(plain: LLM, prompts: Sequence[Sequence[int]]) -> list[Distribution]:
     """What the target thinks of the next token of each prompt, read from its log-probabilities."""
-    wanted = min(NUM_BINS, plain.target.vocab_size - 1)
+    wanted = min(max(NUM_STRATA, RANK_EDGES[-1]), plain.target.vocab_size)
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=wanted)
-    outputs = plain.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params)
     found = []
-    for output in outputs:
+    for output in plain.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params):
         assert output.outputs[0].logprobs is not None
-        probabilities = {token: math.exp(entry.logprob) for token, entry in output.outputs[0].logprobs[0].items()}
-        found.append(Distribution(probabilities | {REST: max(1 - sum(probabilities.values()), 0.0)}))
+        ranked = sorted(output.outputs[0].logprobs[0].items(), key=lambda item: -item[1].logprob)
+        tokens, entries = zip(*ranked, strict=True)
+        found.append(Distribution(tokens, tuple(math.exp(entry.logprob) for entry in entries)))
     return found
 
 
 def plan_draws(plain: LLM, prompts: Sequence[Sequence[int]]) -> list[DrawPlan]:
-    """Every prompt's plan, the sharpest first."""
-    firsts = next_distribution(plain, prompts)
-    seconds = next_distribution(plain, [[*ids, first.best] for ids, first in zip(prompts, firsts, strict=True)])
-    plans = [DrawPlan(tuple(ids), a, b) for ids, a, b in zip(prompts, firsts, seconds, strict=True)]
-    return sorted(plans, key=lambda plan: plan.sharpness, reverse=True)
+    """Plans for the few prompts where the test is sharpest, the best first."""
+    firsts = next_distributions(plain, prompts)
+    plans = [DrawPlan(tuple(ids), first, {}) for ids, first in zip(prompts, firsts, strict=True)]
+    scouts = sorted(_look_beyond(plain, plans, NUM_SCOUTS), key=lambda plan: -plan.sharpness)
+    return _look_beyond(plain, scouts[:NUM_PLANS], NUM_STRATA)
+
+
+def _look_beyond(plain: LLM, plans: Sequence[DrawPlan], num_strata: int) -> list[DrawPlan]:
+    texts = [(*plan.prompt_token_ids, token) for plan in plans for token in plan.first.tokens[:num_strata]]
+    found = iter(next_distributions(plain, texts))
+    return [replace(plan, second={token: next(found) for token in plan.first.tokens[:num_strata]}) for plan in plans]
+
+
+# drawing, on the speculative side
 
 
 def draw(
@@ -152,23 +148,62 @@ def draw(
 
 
 def evaluate_draws(plan: DrawPlan, outputs: Sequence[RequestOutput]) -> list[DrawTest]:
-    """The first token of all draws, and the second of those that began with the likeliest first one."""
+    """The first token of all draws, and the second of those that began with one of the likeliest first ones."""
     answers = [output.outputs[0] for output in outputs]
-    first = Counter(answer.token_ids[0] for answer in answers)
-    following = [answer for answer in answers if answer.token_ids[0] == plan.first.best]
-    second = Counter(answer.token_ids[1] for answer in following)
+    following = [answer for answer in answers if answer.token_ids[0] in plan.second]
     rounds = [answer.trace[0] for answer in following if answer.trace]
-    drafted = sum(bool(each["draft"]) for each in rounds)
-    accepted = sum(each["accepted"] > 0 for each in rounds)
+    drafted, accepted = sum(bool(each["draft"]) for each in rounds), sum(each["accepted"] > 0 for each in rounds)
+    first = [(plan.first, answer.token_ids[0]) for answer in answers]
+    second = [(plan.second[answer.token_ids[0]], answer.token_ids[1]) for answer in following]
     return [
-        _test("first token", first, plan.first, (0, 0)),
-        _test("second token", second, plan.second, (drafted, accepted)),
+        DrawTest("first token", len(first), chi_squared(first), chi_squared(first, CONTROL_TEMPERATURE), 0, 0),
+        DrawTest(
+            "second token",
+            len(second),
+            chi_squared(second),
+            chi_squared(second, CONTROL_TEMPERATURE),
+            drafted,
+            accepted,
+        ),
     ]
 
 
-def _test(name: str, tokens: Counter[int], truth: Distribution, drafts: tuple[int, int]) -> DrawTest:
-    if not tokens:
-        return DrawTest(name, 0, 0, 1.0, 1.0, *drafts)
-    observed, expected = binned(tokens, truth)
-    control = binned(tokens, truth.flattened(CONTROL_TEMPERATURE))
-    return DrawTest(name, tokens.total(), len(observed), chi_squared(observed, expected), chi_squared(*control), *drafts)
+def chi_squared(draws: Sequence[tuple[Distribution, int]], temperature: float = 1.0) -> float:
+    """The p-value of the tokens drawn, each from a distribution of its own.
+
+    Counts by rank have the mean and the covariance of a sum of multinomials; their distance from the mean, in that
+    covariance, is chi-squared with one degree of freedom less than there are bins.
+    """
+    num_bins = len(RANK_EDGES) + 1
+    observed, expected = torch.zeros(2, num_bins, dtype=torch.float64)
+    covariance = torch.zeros(num_bins, num_bins, dtype=torch.float64)
+    bins = {truth: truth.bins(temperature) for truth, _ in draws}
+    for truth, token in draws:
+        p = bins[truth]
+        observed[truth.bin_of(token)] += 1
+        expected += p
+        covariance += torch.diag(p) - torch.outer(p, p)
+    merge = _merging(expected)
+    if len(merge) < 2:
+        return 1.0  # nothing to tell apart
+    excess = (merge @ (observed - expected))[:-1]  # the counts add up, so one of them says nothing
+    spread = (merge @ covariance @ merge.T)[:-1, :-1]
+    statistic = excess @ torch.linalg.solve(spread, excess)
+    freedom = torch.tensor(float(len(excess)), dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
+def _merging(expected: Tensor) -> Tensor:
+    """[kept, bins] of ones and zeros: neighbours are joined until every bin can expect enough draws."""
+    groups: list[list[int]] = [[]]
+    for place in range(len(expected)):
+        groups[-1].append(place)
+        if float(expected[groups[-1]].sum()) >= MIN_EXPECTED:
+            groups.append([])
+    remainder = groups.pop()
+    if groups:
+        groups[-1] += remainder
+    merge = torch.zeros(len(groups), len(expected), dtype=torch.float64)
+    for row, group in zip(merge, groups, strict=True):
+        row[group] = 1.0
+    return merge

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from outrider.certify.comparison import (
     largest_logprob_difference,
 )
 from outrider.certify.distribution import DrawPlan, draw, evaluate_draws, plan_draws
-from outrider.certify.questions import FULL, QUICK, Effort, Question, ask, built_in_prompts
+from outrider.certify.questions import FULL, OPTIONS, QUICK, Effort, Question, ask, built_in_prompts
 from outrider.config import SpeculativeConfig
 from outrider.llm import AUTO, DEFAULT_DIRECTORY, LLM, Speculative
 from outrider.measure import method_of
@@ -30,7 +30,6 @@ from outrider.outputs import RequestOutput
 Progress = Callable[[str, int, int], None]  # what, done, total
 OnStep = Callable[[int, int], None]
 PAGE_SIZE = 8
-MAX_DRAW_TRIALS = 4
 
 
 @dataclass
@@ -99,17 +98,24 @@ class Composition:
     name: str
     ask: Asker
     settings: Mapping[str, Any] = field(default_factory=dict)
-    is_sample: bool = False  # some of the questions only
+    every: Callable[[Effort], int] = lambda effort: 1  # of how many questions one is asked
     is_tight: bool = False  # with a cache that holds little more than one request
 
 
 COMPOSITIONS = (
-    Composition("alone", ask_alone, is_sample=True),
+    Composition("alone", ask_alone, every=lambda effort: effort.alone_every),
     Composition("together", ask_together),
     Composition("shuffled", ask_shuffled),
-    # an engine lets every running request move in every step, so a small step also needs few requests
-    Composition("chunked prefill", ask_together, {"max_num_seqs": 2, "max_num_batched_tokens": 8}),
-    Composition("preempted", ask_together, {"max_num_seqs": 8}, is_tight=True),
+    # An engine lets every running request move in every step, so a small step also needs few requests.
+    Composition(
+        "chunked prefill",
+        ask_together,
+        {"max_num_seqs": 4, "max_num_batched_tokens": 8},
+        every=lambda effort: effort.strained_every,
+    ),
+    Composition(
+        "preempted", ask_together, {"max_num_seqs": 8}, every=lambda effort: effort.strained_every, is_tight=True
+    ),
     Composition("prefix hits", ask_shuffled, {"page_size": 4, "enable_prefix_caching": True}),
 )
 
@@ -117,9 +123,9 @@ COMPOSITIONS = (
 class Proof:
     def __init__(self, subject: Subject, questions: Sequence[Question], effort: Effort, watch: Watch) -> None:
         self.subject, self.questions, self.effort, self.watch = subject, questions, effort, watch
-        self.sample = sorted(random.Random(1).sample(range(len(questions)), -(-len(questions) // effort.alone_every)))
-        watch.total = sum(self._size(places) for places in (self._all, self.sample)) + effort.max_draws
-        watch.total += sum(self._size(self._places(composition)) for composition in COMPOSITIONS)
+        self.sample = self._places(COMPOSITIONS[0])
+        asked = [range(len(questions)), self.sample, *map(self._places, COMPOSITIONS)]
+        watch.total = sum(questions[place].params.n for places in asked for place in places) + effort.max_draws
 
     def run(self) -> Certificate:
         reference, plans, control_mismatches = self._ask_plain()
@@ -164,14 +170,12 @@ class Proof:
                 groups.append((composition.settings, [composition]))
         return groups
 
-    def _open(
-        self, settings: Mapping[str, Any], group: Sequence[Composition], certificate: Certificate | None
-    ) -> LLM:
+    def _open(self, settings: Mapping[str, Any], group: Sequence[Composition], certificate: Certificate | None) -> LLM:
         if not any(composition.is_tight for composition in group):
             return self.subject.open(**settings)
         assert certificate is not None
         longest = max(question.final_len for question in self.questions)
-        num_pages = -(-(longest + 1 + self.subject.speculative.num_speculative_tokens) // PAGE_SIZE) + 2
+        num_pages = -(-(longest + 1 + self.subject.speculative.num_speculative_tokens) // PAGE_SIZE) + 4
         memory = (num_pages + 1) * self._page_bytes  # one page belongs to nobody
         return self.subject.open(**settings, max_model_len=longest, kv_cache_memory=memory)
 
@@ -196,14 +200,14 @@ class Proof:
                     certificate.first_divergence = found
             largest = largest_logprob_difference(reference[place], output)
             certificate.largest_logprob_difference = max(certificate.largest_logprob_difference, largest)
-        certificate.cases += cases.values()
+        certificate.cases += sorted(cases.values(), key=_table_order)
         if not certificate.self_check:
             certificate.self_check = notices_corruption(outputs, tolerance, llm.target.vocab_size)
 
     def _draw(self, certificate: Certificate, plans: Sequence[DrawPlan]) -> None:
         """With the sharpest prompt that the drafter has something to say about."""
         with self.subject.open(max_num_seqs=32, enable_prefix_caching=True) as llm:
-            for plan in plans[:MAX_DRAW_TRIALS]:
+            for plan in plans:
                 trial = evaluate_draws(plan, draw(llm, plan.prompt_token_ids, 16))
                 if trial[1].drafted:
                     break
@@ -216,15 +220,10 @@ class Proof:
 
     # helpers
 
-    @property
-    def _all(self) -> Sequence[int]:
-        return range(len(self.questions))
-
-    def _places(self, composition: Composition) -> Sequence[int]:
-        return self.sample if composition.is_sample else self._all
-
-    def _size(self, places: Sequence[int]) -> int:
-        return sum(self.questions[place].params.n for place in places)
+    def _places(self, composition: Composition) -> list[int]:
+        """Which questions are asked: all, or some at random."""
+        number = len(self.questions)
+        return sorted(random.Random(1).sample(range(number), -(-number // composition.every(self.effort))))
 
     def _identity(self, llm: LLM) -> Identity:
         settings = self.subject.speculative
@@ -238,6 +237,10 @@ class Proof:
             dtype=str(llm.target.embed.weight.dtype).removeprefix("torch."),
             device=str(llm.config.torch_device),
         )
+
+
+def _table_order(case: Case) -> tuple[int, float]:
+    return list(OPTIONS).index(case.option), case.temperature
 
 
 def tolerance_of(llm: LLM) -> float:
@@ -273,7 +276,7 @@ def certify(
     if max_tokens is not None:
         if max_tokens < 4:
             raise ValueError(f"max_tokens must be at least 4, not {max_tokens}: drafts need room to be judged")
-        effort = Effort(effort.num_prompts, effort.num_seeds, max_tokens, effort.alone_every, effort.max_draws)
+        effort = replace(effort, max_tokens=max_tokens)
     vocabulary = Vocabulary.of(model if model is not None else DEFAULT_DIRECTORY / "target")
     texts = prompts if prompts is not None else built_in_prompts(vocabulary, effort)
     questions = ask(vocabulary.encode_all(texts), effort, has_tokenizer=vocabulary.tokenizer is not None)

@@ -21,11 +21,12 @@ class Effort:
     num_seeds: int  # for each temperature above 0
     max_tokens: int
     alone_every: int  # one question of so many is also asked alone: a batch of one is the slowest way to ask
+    strained_every: int  # one question of so many is also asked of an engine with little room, which is slow too
     max_draws: int  # samples for the statistical part, at most
 
 
-QUICK = Effort(num_prompts=4, num_seeds=1, max_tokens=24, alone_every=4, max_draws=1500)
-FULL = Effort(num_prompts=12, num_seeds=2, max_tokens=48, alone_every=2, max_draws=6000)
+QUICK = Effort(num_prompts=4, num_seeds=1, max_tokens=24, alone_every=4, strained_every=2, max_draws=2000)
+FULL = Effort(num_prompts=12, num_seeds=2, max_tokens=48, alone_every=2, strained_every=1, max_draws=8000)
 TEMPERATURES = (0.0, 0.7, 1.0)
 
 # The first ones are asked in a quick run as well: half of them repeat themselves, so that n-grams have something to find.
@@ -41,7 +42,9 @@ PROMPTS = (
     PromptText("Two people stand at a river. There is one small boat. How do they both cross?", is_chat=True),
     PromptText("name: Ada, age: 36, city: London\nname: Ben, age: 41, city: Paris\nname: Cleo, age: 29, city:"),
     PromptText("Why do leaves fall in autumn?", is_chat=True),
-    PromptText("A recipe for bread: flour, water, salt and time. First mix the flour and the water. Then add the salt."),
+    PromptText(
+        "A recipe for bread: flour, water, salt and time. First mix the flour and the water. Then add the salt."
+    ),
 )
 
 Extra = Callable[[Sequence[int], int], dict[str, Any]]  # prompt ids, max_tokens -> sampling options

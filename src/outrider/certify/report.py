@@ -11,6 +11,7 @@ from rich.text import Text
 
 from outrider.certify.certificate import INCONCLUSIVE, MISMATCH, PROVEN, Case, Certificate, Counts
 from outrider.certify.comparison import Divergence
+from outrider.certify.questions import OPTIONS
 
 STYLES = {PROVEN: "green", MISMATCH: "red", INCONCLUSIVE: "yellow"}
 HEADLINES = {
@@ -28,7 +29,18 @@ def show_certificate(console: Console, certificate: Certificate) -> None:
 def case_table(certificate: Certificate) -> Table:
     table = Table(title="plain against speculative", title_style="bold")
     table.add_column("case")
-    for name in ("requests", "tokens", "drafted", "accepted", "rejected", "AL", "no draft", "hits", "preempted", "differ"):
+    for name in (
+        "requests",
+        "tokens",
+        "drafted",
+        "accepted",
+        "rejected",
+        "AL",
+        "no draft",
+        "hits",
+        "preempted",
+        "differ",
+    ):
         table.add_column(name, justify="right")
     for composition in certificate.compositions:
         preemptions = certificate.preemptions.get(composition, 0)
@@ -36,11 +48,11 @@ def case_table(certificate: Certificate) -> Table:
         counts.preemptions = preemptions
         _add(table, composition, counts)
     table.add_section()
-    for option in dict.fromkeys(case.option for case in certificate.cases):
+    for option in [name for name in OPTIONS if any(case.option == name for case in certificate.cases)]:
         counts = _sum(certificate, lambda case, wanted=option: case.option == wanted)  # type: ignore[misc]
         _add(table, option, counts, preempted=False)
     table.add_section()
-    for temperature in dict.fromkeys(case.temperature for case in certificate.cases):
+    for temperature in sorted({case.temperature for case in certificate.cases}):
         counts = _sum(certificate, lambda case, wanted=temperature: case.temperature == wanted)  # type: ignore[misc]
         _add(table, f"temperature {temperature:g}", counts, preempted=False)
     return table

@@ -21,17 +21,17 @@ def paged_attention_reference(q: Tensor, pages: tuple[Tensor, Tensor], batch: Ba
     """Gathers every request's pages and masks: slow, obvious, on any device without asking the host anything."""
     num_pages = -(-batch.max_len // batch.page_size)
     table = batch.page_table[:, :num_pages].long()  # [B, M]
-    keys, values = (p[table].flatten(1, 2).to(q.dtype) for p in pages)  # [B, L, kv heads, D]
+    keys, values = (p[table].flatten(1, 2).float() for p in pages)  # [B, L, kv heads, D]
     groups = q.shape[1] // keys.shape[2]
     keys, values = (x.repeat_interleave(groups, dim=2) for x in (keys, values))
 
     row = torch.arange(len(q), device=q.device) - batch.query_start[batch.request].long()
-    padded = q.new_zeros(len(table), batch.max_rows, *q.shape[1:])
-    padded[batch.request, row] = q
+    padded = torch.zeros(len(table), batch.max_rows, *q.shape[1:], device=q.device)
+    padded[batch.request, row] = q.float()
     index = torch.full(padded.shape[:2], -1, dtype=torch.long, device=q.device)
     index[batch.request, row] = batch.indices
 
-    scores = torch.einsum("brhd,blhd->bhrl", padded, keys).float() * options.scale
+    scores = torch.einsum("brhd,blhd->bhrl", padded, keys) * options.scale
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     key_index = torch.arange(keys.shape[1], device=q.device)
@@ -39,8 +39,8 @@ def paged_attention_reference(q: Tensor, pages: tuple[Tensor, Tensor], batch: Ba
     if options.window:
         seen &= key_index > index[..., None] - options.window
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0).to(q.dtype)  # a row that sees nothing gives zeros
-    return torch.einsum("bhrl,blhd->brhd", weights, values)[batch.request, row]
+    weights = scores.softmax(-1).nan_to_num(0.0)  # a row that sees nothing gives zeros
+    return torch.einsum("bhrl,blhd->brhd", weights, values)[batch.request, row].to(q.dtype)
 
 
 def paged_attention(q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, options: AttentionOptions) -> Tensor:

@@ -9,6 +9,10 @@ from outrider.kernels.dispatch import use_native
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if x.device.type == "cpu" and x.dtype != torch.float32:
+        # oneDNN's 16-bit path dies of an illegal instruction on virtual machines that promise AMX and lack it.
+        wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        return wide.to(x.dtype)
     return F.linear(x, weight, bias)
 
 
