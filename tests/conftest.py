@@ -1,16 +1,12 @@
 """Shared fixtures: tiny checkpoints made once a session, and both sets of kernels."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-for _folder in (Path(__file__).parent, Path(__file__).parent / "drafters"):
-    sys.path.insert(0, str(_folder))
 import tiny
+import torch
 
 from outrider.kernels import dispatch
 

@@ -1,5 +1,6 @@
 """The public interface: prompts of every kind, text, stops, streaming, aborting, and bad input."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -150,7 +151,7 @@ def test_streaming_and_leaving_early(llm: LLM) -> None:
     expected = llm.generate("hello", params)[0].outputs[0]
     seen = [output.outputs[0] for output in llm.stream("hello", params)]
     assert seen[-1] == expected
-    assert all(later.text.startswith(earlier.text) for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(later.text.startswith(earlier.text) for earlier, later in itertools.pairwise(seen))
     assert len(seen) < 12, "several tokens come per step"
     stream = llm.stream("hello", params)
     next(stream)
@@ -259,7 +260,7 @@ def test_pairs_that_do_not_fit(target_path: Callable[..., Path], tmp_path: Path)
         LLM(target_path("llama"), {"method": "draft_model", "model": str(other)}, max_model_len=64)
     wide = target_path("llama", hidden_size=128)
     head = tiny.save_eagle3(tmp_path / "head")
-    with pytest.raises(ValueError, match="another target|hidden size"):
+    with pytest.raises(ValueError, match="another target"):
         LLM(wide, {"model": str(head)}, max_model_len=64)
 
 

@@ -107,7 +107,8 @@ class LLM:
         """One output per prompt, in order. `on_step(finished, total)` is called as it goes on."""
         listed = _as_list(prompts)
         params = _params_for(listed, sampling_params)
-        groups = [self._requests(prompt, each, number) for number, (prompt, each) in enumerate(zip(listed, params))]
+        pairs = enumerate(zip(listed, params, strict=True))
+        groups = [self._requests(prompt, each, number) for number, (prompt, each) in pairs]
         try:
             for group in groups:
                 for request in group:
@@ -208,17 +209,17 @@ class LLM:
                 return list(prompt["prompt_token_ids"])
             if "prompt" not in prompt:
                 raise ValueError(f'{name} is a mapping without "prompt" or "prompt_token_ids": {sorted(prompt)}')
-            prompt = prompt["prompt"]
-        if isinstance(prompt, str):
-            return self._need_tokenizer(name).encode(prompt)
-        return list(prompt)
+            return self._prompt_ids(prompt["prompt"], name)
+        return self._need_tokenizer(name).encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _check_ids(self, ids: Sequence[int], name: str) -> None:
         if not ids:
             raise ValueError(f"{name} is empty: give at least one token")
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.target.vocab_size:
-                raise ValueError(f"{name} holds {token!r}, which is no token id: ids are 0..{self.target.vocab_size - 1}")
+                raise ValueError(
+                    f"{name} holds {token!r}, which is no token id: ids are 0..{self.target.vocab_size - 1}"
+                )
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.stop_strings:
@@ -243,7 +244,9 @@ class LLM:
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer, and {self.config.model} has none: give prompt_token_ids instead")
+            raise ValueError(
+                f"{what} needs a tokenizer, and {self.config.model} has none: give prompt_token_ids instead"
+            )
         return self.tokenizer
 
     def _output(self, prompt: Prompt, requests: list[Request]) -> RequestOutput:
@@ -303,8 +306,8 @@ def _demand(target: Target, drafter: Drafter | None) -> Demand:
 def _bounded(config: EngineConfig, target: Target) -> EngineConfig:
     if config.max_model_len is not None and config.max_model_len > target.max_len:
         raise ValueError(
-            f"max_model_len {config.max_model_len} is beyond the {target.max_len} positions that {config.model} was made "
-            "for: lower it"
+            f"max_model_len {config.max_model_len} is beyond the {target.max_len} positions that {config.model} was "
+            "made for: lower it"
         )
     return config
 
@@ -312,8 +315,8 @@ def _bounded(config: EngineConfig, target: Target) -> EngineConfig:
 def _check_tokenizers(target: Tokenizer | None, drafter: Tokenizer | None) -> None:
     if target is not None and drafter is not None and target.fingerprint() != drafter.fingerprint():
         raise ValueError(
-            "the draft model's tokenizer is not the target's: their token ids mean different text; choose a draft model "
-            "of the same family"
+            "the draft model's tokenizer is not the target's: their token ids mean different text; choose a draft "
+            "model of the same family"
         )
 
 
@@ -343,7 +346,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     listed = list(prompts)
     if listed and all(isinstance(item, int) for item in listed):
-        return [listed]  # one prompt of token ids
+        return [listed]  # type: ignore[list-item]  # one prompt of token ids
     return listed  # type: ignore[return-value]
 
 

@@ -44,7 +44,9 @@ class SamplingParams:
         for name, low, high in _RANGES:
             _check_range(name, getattr(self, name), low, high)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): lower one of them")
+            raise ValueError(
+                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): lower one of them"
+            )
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError("stop holds an empty string or something that is not text; remove it")
         if len(self.stop) > MAX_STOP_STRINGS:

@@ -134,9 +134,7 @@ def test_choices_follow_the_distribution() -> None:
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 1.5
     count = 20000
     params = SamplingParams(temperature=0.8)
-    sampling = sampling_of(
-        [Request("r", [1], params, seed=seed) for seed in range(count)], VOCAB, torch.device("cpu")
-    )
+    sampling = sampling_of([Request("r", [1], params, seed=seed) for seed in range(count)], VOCAB, torch.device("cpu"))
     rows = torch.arange(count)
     tokens = choose(logits.expand(count, -1), sampling, rows, torch.full((count,), 17))
     counts = torch.bincount(tokens, minlength=VOCAB)
@@ -145,9 +143,7 @@ def test_choices_follow_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("skipped", [1, 2])
-def test_speculative_sampling_follows_the_targets_distribution(
-    skipped: int, target_path: Callable[..., Path]
-) -> None:
+def test_speculative_sampling_follows_the_targets_distribution(skipped: int, target_path: Callable[..., Path]) -> None:
     """The second and third tokens of many seeded runs, all drafted, against the target's probabilities."""
     path, prompt, count = target_path("llama"), [9, 8, 7, 6], 3000
     allowed = list(range(20, 44))
@@ -155,7 +151,11 @@ def test_speculative_sampling_follows_the_targets_distribution(
         SamplingParams(max_tokens=3, temperature=1.0, seed=seed, allowed_token_ids=allowed, ignore_eos=True)
         for seed in range(count)
     ]
-    draft = {"method": "draft_model", "model": str(target_path("llama", num_hidden_layers=3)), "num_speculative_tokens": 2}
+    draft = {
+        "method": "draft_model",
+        "model": str(target_path("llama", num_hidden_layers=3)),
+        "num_speculative_tokens": 2,
+    }
     with LLM(path, draft, max_model_len=32, max_num_seqs=64, page_size=4) as llm:
         outputs = llm.generate([prompt] * count, params)
         drafted = sum(output.outputs[0].speculation.drafted for output in outputs)

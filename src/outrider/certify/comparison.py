@@ -71,7 +71,8 @@ class Divergence:
 
 def differences(plain: RequestOutput, found: RequestOutput, tolerance: float) -> Iterator[Difference]:
     """The first difference of each completion that has one."""
-    assert len(plain.outputs) == len(found.outputs) and plain.prompt_token_ids == found.prompt_token_ids
+    assert len(plain.outputs) == len(found.outputs)
+    assert plain.prompt_token_ids == found.prompt_token_ids
     for left, right in zip(plain.outputs, found.outputs, strict=True):
         difference = compare(left, right, tolerance)
         if difference is not None:

@@ -16,7 +16,7 @@ from outrider.models.base import Target
 from outrider.registry import Registry
 from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
 
-drafters: Registry[type["Drafter"]] = Registry("speculative method")
+drafters: Registry[type[Drafter]] = Registry("speculative method")
 
 
 class Drafter(nn.Module):

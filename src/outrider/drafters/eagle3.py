@@ -57,9 +57,7 @@ class Eagle3Network(nn.Module):
         self.fc = Linear(width, config.hidden_size, bias=config.fc_bias) if config.use_taps else None
         self.first = FusedBlock(config, rotary)
         self.rest = nn.ModuleList(
-            DecoderBlock(
-                config.attention, GatedMLP(config.hidden_size, config.intermediate_size), config.eps, rotary
-            )
+            DecoderBlock(config.attention, GatedMLP(config.hidden_size, config.intermediate_size), config.eps, rotary)
             for _ in range(config.num_layers - 1)
         )
         self.norm = RMSNorm(config.hidden_size, config.eps)
@@ -162,8 +160,8 @@ class Eagle3(Drafter):
         wrong = int(((ids < 0) | (ids >= self.config.vocab_size)).sum())
         if wrong:
             raise ValueError(
-                f"d2t sends {wrong} draft ids outside the target's vocabulary of {self.config.vocab_size}: it must hold "
-                "offsets (target id - draft id), not the target's ids themselves"
+                f"d2t sends {wrong} draft ids outside the target's vocabulary of {self.config.vocab_size}: it must "
+                "hold offsets (target id - draft id), not the target's ids themselves"
             )
 
     def provenance(self) -> dict[str, Resolved]:

@@ -213,7 +213,9 @@ def _norm_before_residual(reader: Reader) -> bool:
 def _check(config: Eagle3Config, checkpoint: Checkpoint, target: Target) -> None:
     """What can be known to be wrong before any weight is read."""
     if config.fc_norm and config.norm_before_fc:
-        raise ValueError("fc_norm (a norm per tap) and norm_before_fc (one over all) exclude each other: set one to false")
+        raise ValueError(
+            "fc_norm (a norm per tap) and norm_before_fc (one over all) exclude each other: set one to false"
+        )
     if config.use_taps and config.target_hidden_size != target.hidden_size:
         raise ValueError(
             f"the head was made for a target of hidden size {config.target_hidden_size}, this one has "
@@ -256,7 +258,7 @@ def _check_fc_width(config: Eagle3Config, checkpoint: Checkpoint) -> None:
     width, expected = checkpoint.shape(actual)[-1], len(config.taps) * config.target_hidden_size
     if width != expected:
         raise ValueError(
-            f"{actual} takes {width} inputs, but {len(config.taps)} taps {list(config.taps)} of a target of hidden size "
-            f'{config.target_hidden_size} give {expected}: set "taps" in speculative_config, or this head belongs to '
+            f"{actual} takes {width} inputs, but {len(config.taps)} taps {list(config.taps)} of a target of hidden "
+            f'size {config.target_hidden_size} give {expected}: set "taps" in speculative_config, or this head belongs to '
             "another target"
         )

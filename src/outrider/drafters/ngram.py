@@ -30,7 +30,7 @@ class Ngram(Drafter):
         }
 
     def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
-        """The longest suffix that occurred before wins; among its occurrences, the latest with a full draft after it."""
+        """The longest suffix that occurred before wins; of its occurrences, the latest with a full draft after it."""
         if not step.depth:
             return no_draft(step, self.lookahead)
         slots = step.batch.slots

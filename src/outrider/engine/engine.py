@@ -1,4 +1,5 @@
-"""The engine: requests go in, and step by step their tokens come out. One step is one round of every running request."""
+"""The engine: requests go in, and step by step their tokens come out.
+One step is one round of every running request."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def _fill(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: We
         raise ValueError(f"{checkpoint.path}: tensors that belong together do not fit: {shapes}") from error
     if combined.shape != parameter.shape:
         raise ValueError(
-            f"{checkpoint.path}: {' + '.join(weight.names)} has shape {tuple(combined.shape)}, but config.json asks for "
-            f"{tuple(parameter.shape)} (parameter {name})"
+            f"{checkpoint.path}: {' + '.join(weight.names)} has shape {tuple(combined.shape)}, but config.json asks "
+            f"for {tuple(parameter.shape)} (parameter {name})"
         )
     with torch.no_grad():
         parameter.copy_(combined)
@@ -91,5 +91,3 @@ def _complain(checkpoint: Checkpoint, verb: str, names: Iterable[str], remedy: s
     if listed:
         more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
         raise ValueError(f"{checkpoint.path} {verb} tensor {', '.join(listed[:4])}{more}: {remedy}")
-
-

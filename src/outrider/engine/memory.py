@@ -73,8 +73,8 @@ def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int) -> Budg
         fitting = possible * config.page_size - 1 - demand.lookahead
         if config.max_model_len is not None or fitting < 2:
             raise ValueError(
-                f"a request of {longest} tokens needs {gib(pages(longest) * page_bytes)} of cache, but there is room for "
-                f"{gib(max(room, 0))}: lower max_model_len (at most {max(fitting, 0)} fit) or raise kv_cache_memory"
+                f"a request of {longest} tokens needs {gib(pages(longest) * page_bytes)} of cache, but there is room "
+                f"for {gib(max(room, 0))}: lower max_model_len (at most {max(fitting, 0)} fit) or raise kv_cache_memory"
             )
         longest = fitting
     if config.kv_cache_memory is None:  # all that can run at once, and room for prefixes that may come again

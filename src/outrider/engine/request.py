@@ -28,9 +28,7 @@ class TextStream:
     """Tokens in, text out: settles characters, watches for stop strings."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(
-            tokenizer, skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt
-        )
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt)
         self._stops = StopChecker(list(params.stop_strings), include_stop=params.include_stop_str_in_output)
         self.text = ""
 

@@ -36,9 +36,7 @@ def sampling_of(requests: Sequence[Request], vocab_size: int, device: torch.devi
         bad_words=_bad_words(requests, device),
         greedy=all(p.temperature <= GREEDY_TEMPERATURE for p in params),
         filtered=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
-        penalised=any(
-            p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params
-        ),
+        penalised=any(p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
         bounded=any(p.min_tokens > 0 for p in params),
     )
 

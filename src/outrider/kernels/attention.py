@@ -17,7 +17,9 @@ class AttentionOptions:
     softcap: float = 0.0
 
 
-def paged_attention_reference(q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, options: AttentionOptions) -> Tensor:
+def paged_attention_reference(
+    q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, options: AttentionOptions
+) -> Tensor:
     """Gathers every request's pages and masks: slow, obvious, on any device without asking the host anything."""
     num_pages = -(-batch.max_len // batch.page_size)
     table = batch.page_table[:, :num_pages].long()  # [B, M]

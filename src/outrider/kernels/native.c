@@ -246,17 +246,28 @@ INLINE void dot_step(int rows, int columns, const float *const *x, const float *
     }
 }
 
-INLINE void dot_tile(const linear_patch *patch, int rows, int columns, long row, long column, long ahead) {
+/* Row tiles each pass over all columns; every pass fetches its even share of the next ones, to keep the memory busy
+ * without crowding out what is needed now. A column is fetched when its turn comes down to zero. */
+typedef struct {
+    long turn, num_passes;
+} fetch_turns;
+
+INLINE void dot_tile(const linear_patch *patch, int rows, int columns, long row, long column, fetch_turns *turns) {
     const linear_work *work = patch->work;
     const float *x[ROW_TILE], *w[8];
+    long ahead[8];
     vector sums[ROW_TILE * 8];
     float folded[32];
     UNROLL for (int r = 0; r < rows; r++) x[r] = work->x + (row + r) * work->depth + patch->k;
     UNROLL for (int c = 0; c < columns; c++) w[c] = work->weight + (column + c) * work->depth + patch->k;
     UNROLL for (int i = 0; i < rows * columns; i++) sums[i] = (vector){0};
+    UNROLL for (int c = 0; c < columns; c++) {
+        ahead[c] = turns->turn == 0 ? patch->ahead : 0;
+        turns->turn = turns->turn == 0 ? turns->num_passes - 1 : turns->turn - 1;
+    }
     long left = patch->length;
     for (; left >= LANES; left -= LANES) {
-        UNROLL for (int c = 0; c < columns; c++) __builtin_prefetch(w[c] + ahead, 0, 2);
+        UNROLL for (int c = 0; c < columns; c++) __builtin_prefetch(w[c] + ahead[c], 0, 2);
         dot_step(rows, columns, x, w, sums, 0);
         UNROLL for (int r = 0; r < rows; r++) x[r] += LANES;
         UNROLL for (int c = 0; c < columns; c++) w[c] += LANES;
@@ -271,14 +282,10 @@ INLINE void dot_tile(const linear_patch *patch, int rows, int columns, long row,
     }
 }
 
-/* Row tiles each pass over all columns. A pass fetches its share of the next columns, to keep the memory busy. */
-INLINE void dot_pass(const linear_patch *patch, int rows, int columns, long row, long pass, long num_passes) {
-    long column = patch->column, end = patch->column + patch->num_columns, turn = pass;
-    for (; column + columns <= end; column += columns) {
-        dot_tile(patch, rows, columns, row, column, turn == 0 ? patch->ahead : 0);
-        turn = turn == 0 ? num_passes - 1 : turn - 1;
-    }
-    for (; column < end; column++) dot_tile(patch, rows, 1, row, column, patch->ahead);
+INLINE void dot_pass(const linear_patch *patch, int rows, int columns, long row, fetch_turns turns) {
+    long column = patch->column, end = patch->column + patch->num_columns;
+    for (; column + columns <= end; column += columns) dot_tile(patch, rows, columns, row, column, &turns);
+    for (; column < end; column++) dot_tile(patch, rows, 1, row, column, &turns);
 }
 
 static void dot_patch(const linear_patch *patch) {
@@ -286,20 +293,21 @@ static void dot_patch(const linear_patch *patch) {
     for (long pass = 0; pass < num_passes; pass++) {
         long first = pass * patch->num_rows / num_passes, end = (pass + 1) * patch->num_rows / num_passes;
         long row = patch->row + first;
+        fetch_turns turns = {pass, num_passes};
         switch (end - first) {
-        case 1: dot_pass(patch, 1, 8, row, pass, num_passes); break;
+        case 1: dot_pass(patch, 1, 8, row, turns); break;
 #if ROW_TILE == 4
-        case 2: dot_pass(patch, 2, 6, row, pass, num_passes); break;
-        case 3: dot_pass(patch, 3, 4, row, pass, num_passes); break;
-        case 4: dot_pass(patch, 4, 3, row, pass, num_passes); break;
+        case 2: dot_pass(patch, 2, 6, row, turns); break;
+        case 3: dot_pass(patch, 3, 4, row, turns); break;
+        case 4: dot_pass(patch, 4, 3, row, turns); break;
 #else
-        case 2: dot_pass(patch, 2, 8, row, pass, num_passes); break;
-        case 3: dot_pass(patch, 3, 8, row, pass, num_passes); break;
-        case 4: dot_pass(patch, 4, 6, row, pass, num_passes); break;
-        case 5: dot_pass(patch, 5, 4, row, pass, num_passes); break;
-        case 6: dot_pass(patch, 6, 4, row, pass, num_passes); break;
-        case 7: dot_pass(patch, 7, 3, row, pass, num_passes); break;
-        case 8: dot_pass(patch, 8, 3, row, pass, num_passes); break;
+        case 2: dot_pass(patch, 2, 8, row, turns); break;
+        case 3: dot_pass(patch, 3, 8, row, turns); break;
+        case 4: dot_pass(patch, 4, 6, row, turns); break;
+        case 5: dot_pass(patch, 5, 4, row, turns); break;
+        case 6: dot_pass(patch, 6, 4, row, turns); break;
+        case 7: dot_pass(patch, 7, 3, row, turns); break;
+        case 8: dot_pass(patch, 8, 3, row, turns); break;
 #endif
         }
     }
@@ -388,13 +396,24 @@ EXPORT void outrider_gated(const float *gate_up, float *out, long num_rows, long
     }
 }
 
-static int64_t argmax(const float *x, long width) {
+static float maximum(const float *x, long width) {
     vector best = spread(-INFINITY);
     long i = 0;
     for (; i + LANES <= width; i += LANES) best = greatest(load(x + i), best);
     float top = fold_greatest(best);
     for (; i < width; i++) top = x[i] > top ? x[i] : top;
-    for (i = 0; i < width; i++)
+    return top;
+}
+
+static int64_t argmax(const float *x, long width) {
+    const long stretch = 1024;
+    float top = -INFINITY;
+    long found = 0;
+    for (long start = 0; start < width; start += stretch) {
+        float highest = maximum(x + start, smaller(stretch, width - start));
+        if (highest > top) top = highest, found = start;
+    }
+    for (long i = found; i < width; i++)
         if (x[i] == top) return i;
     return 0; /* nothing but NaN */
 }

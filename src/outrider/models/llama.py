@@ -20,7 +20,9 @@ class Llama(Target):
         super().__init__(config)
         vocab_size, hidden_size, num_layers = require(config, "vocab_size", "hidden_size", "num_hidden_layers")
         if config.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported for this architecture; only silu is")
+            raise ValueError(
+                f"hidden_act {config['hidden_act']!r} is not supported for this architecture; only silu is"
+            )
         self.embed = Embedding(vocab_size, hidden_size)
         shape = self.attention_shape(config)
         rotary = Rotary.from_config(config, shape.head_dim)

@@ -1,0 +1,36 @@
+# make demo: install into .venv and run the embedded default.  make test: install what tests need and pass them.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: demo test lint install clean
+
+demo: .venv/installed
+	$(BIN)/outrider generate "Once upon a time there was a little dog" --max-tokens 120 --compare
+
+install: .venv/installed
+
+test: .venv/tested lint
+	$(BIN)/python -m pytest -n auto --durations=10
+
+lint: .venv/tested
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.venv/bin/pip:
+	$(PYTHON) -m venv .venv
+
+# torch first and by its exact version: any other way of asking may bring gigabytes of CUDA along
+.venv/installed: .venv/bin/pip pyproject.toml constraints.txt
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable .
+	touch $@
+
+.venv/tested: .venv/installed
+	$(PIP) --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
