@@ -60,6 +60,12 @@ def choose(logits: Tensor, temperature: Tensor, min_p: float) -> Tensor:
     return torch.where(scores < floor, -torch.inf, scores + noise).argmax(-1)
 
 
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, position: Tensor) -> Tensor:
+    """query [B, kv_heads, group, D] over cache [B, kv_heads, max_len, D], up to and with position [B]."""
+    visible = torch.arange(key.shape[2], device=key.device) <= position[:, None]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible[:, None, None])
+
+
 class SlotDecoder:
     """Decodes prompts from an iterator; the network's dtype is the dtype of the cache."""
 
@@ -78,9 +84,13 @@ class SlotDecoder:
         self.temperature = torch.zeros(slots, device=self.device)
         self.finished = torch.zeros(slots, dtype=torch.bool, device=self.device)
         self.slot = torch.arange(slots, device=self.device)
-        self.columns = torch.arange(options.max_len, device=self.device)
-        on_gpu = self.device.type == "cuda"
-        self.choose: Callable[..., Tensor] = torch.compile(choose, dynamic=False) if on_gpu else choose
+        self.choose: Callable[..., Tensor] = choose
+        self.attend = masked_attention
+        if self.device.type == "cuda":
+            from default_model.slot_attention import slot_attention  # Triton comes with the GPU builds only
+
+            self.attend = slot_attention
+            self.choose = torch.compile(choose, dynamic=False)
 
     def _logits(self) -> Tensor:
         """The network at each slot's current token: [B, V]."""
@@ -88,14 +98,13 @@ class SlotDecoder:
         x = network.model.embed_tokens(rows).unsqueeze(1)  # [B, 1, H]
         cosine = network.cosine[self.position].to(x.dtype)[:, None, None]
         sine = network.sine[self.position].to(x.dtype)[:, None, None]
-        visible = (self.columns <= self.position[:, None])[:, None, None]  # [B, 1, 1, max_len]
         for index, layer in enumerate(network.model.layers):
             q, k, v = layer.self_attn.project(layer.input_layernorm(x), cosine, sine)
             self.keys[index][self.slot, :, self.position] = k[:, :, 0]
             self.values[index][self.slot, :, self.position] = v[:, :, 0]
             # The query heads of a group become query rows of their key head: no key is copied.
             grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])
-            mixed = F.scaled_dot_product_attention(grouped, self.keys[index], self.values[index], attn_mask=visible)
+            mixed = self.attend(grouped, self.keys[index], self.values[index], self.position)
             x = layer.finish(x, mixed.reshape(q.shape))
         return network.logits(network.model.norm(x[:, 0]))
 

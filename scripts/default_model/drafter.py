@@ -158,8 +158,9 @@ def train(drafter: Drafter, target: Llama, packed: PackedRows, options: DrafterO
     for step in itertools.count():
         if step >= schedule.num_steps:
             return
+        rate = schedule.rate(step)
         for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
+            group["lr"] = rate
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             loss, shares = step_loss(next(order).to(device))
         loss.backward()

@@ -89,10 +89,8 @@ def rows(encoded: Encoded, row_len: int, seed: int) -> Iterator[np.ndarray]:
                 parts = [document] if len(document) <= row_len else []
 
 
-def batches(encoded: Encoded, tokens_per_batch: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless batches [rows, row_len + 1] of about the same number of tokens; one in four has long rows."""
-    short, long = rows(encoded, 512, seed), rows(encoded, 1024, seed + 1)
+def batches(encoded: Encoded, num_rows: int, row_len: int, seed: int) -> Iterator[np.ndarray]:
+    """Endless batches [num_rows, row_len + 1]."""
+    source = rows(encoded, row_len, seed)
     while True:
-        for _ in range(3):
-            yield np.stack([next(short) for _ in range(tokens_per_batch // 512)])
-        yield np.stack([next(long) for _ in range(tokens_per_batch // 1024)])
+        yield np.stack([next(source) for _ in range(num_rows)])

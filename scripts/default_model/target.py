@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from default_model.corpus import read_examples
 from default_model.llama import Llama, LlamaShape, initialise, save_llama
-from default_model.packing import Encoded, batches, encode
+from default_model.packing import Encoded, batches, encode, rows
 from default_model.small_talk import small_talk
 
 SMALL_TALK_COPIES = 12
+ROW_LEN = 1024
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Batches(IterableDataset):
         self.encoded, self.options = encoded, options
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        return batches(self.encoded, self.options.tokens_per_batch, self.options.seed)
+        num_rows = max(1, self.options.tokens_per_batch // ROW_LEN)
+        return batches(self.encoded, num_rows, ROW_LEN, self.options.seed)
 
 
 class Schedule:
@@ -80,10 +82,10 @@ def optimizer_of(network: nn.Module, options: TrainOptions) -> torch.optim.AdamW
     return torch.optim.AdamW(groups, lr=options.peak_lr, betas=(0.9, 0.95), fused=options.device == "cuda")
 
 
-def target_loss(network: Llama, rows: Tensor) -> Tensor:
-    """Next-token cross entropy of rows [B, S + 1]."""
-    state, _ = network(rows[:, :-1])
-    return F.cross_entropy(network.logits(state).float().flatten(0, 1), rows[:, 1:].flatten())
+def target_loss(network: Llama, tokens: Tensor) -> Tensor:
+    """Next-token cross entropy of tokens [B, S + 1]."""
+    state, _ = network(tokens[:, :-1])
+    return F.cross_entropy(network.logits(state).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def _train(network: Llama, encoded: Encoded, options: TrainOptions) -> None:
@@ -96,11 +98,12 @@ def _train(network: Llama, encoded: Encoded, options: TrainOptions) -> None:
     for step in itertools.count():
         if step >= schedule.num_steps:
             return
+        rate = schedule.rate(step)
         for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
-        rows = next(source).to(options.device, non_blocking=True)
+            group["lr"] = rate
+        tokens = next(source).to(options.device, non_blocking=True)
         with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
-            loss = loss_of(network, rows)
+            loss = loss_of(network, tokens)
         loss.backward()
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
@@ -114,8 +117,8 @@ def _train(network: Llama, encoded: Encoded, options: TrainOptions) -> None:
 
 @torch.inference_mode()
 def _held_out_loss(network: Llama, encoded: Encoded, options: TrainOptions) -> float:
-    source = batches(encoded, min(options.tokens_per_batch, 16384), seed=1)
-    losses = [target_loss(network, torch.from_numpy(rows).to(options.device)) for rows in itertools.islice(source, 12)]
+    source = itertools.islice(rows(encoded, ROW_LEN, seed=1), 100)
+    losses = [target_loss(network, torch.from_numpy(row)[None].to(options.device)) for row in source]
     return float(torch.stack(losses).mean())
 
 

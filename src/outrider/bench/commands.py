@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -194,7 +194,9 @@ def run(plan: Plan, progress: Progress | None = None) -> tuple[Setting, list[Rec
     batches = plan.batches()
     with ExitStack() as opened:
         sides, setting, notes = _open(plan, batches, opened)
-        return setting, interleave(sides, batches, plan.max_tokens, plan.num_runs, progress), notes
+        records = interleave(sides, batches, plan.max_tokens, plan.num_runs, progress)
+    bandwidth = max(setting.bandwidth, memory_bandwidth(torch.device(setting.device)))
+    return replace(setting, bandwidth=bandwidth), records, notes
 
 
 def _open(plan: Plan, batches: Sequence[Prompts], opened: ExitStack) -> tuple[list[Side], Setting, list[str]]:

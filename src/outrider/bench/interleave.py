@@ -15,7 +15,7 @@ from outrider.sampling_params import Speculation
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 NUM_WARM_UP_TOKENS = 8
-PROBE_BYTES = 2**28
+PROBE_WIDTH = 8192
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,12 @@ class Spread:
         return max(self.values)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"median": self.median, "min": self.low, "max": self.high, "runs": list(self.values)}
+        numbers = {"median": self.median, "min": self.low, "max": self.high, "runs": list(self.values)}
+        return {name: _rounded(value) for name, value in numbers.items()}
+
+
+def _rounded(value: Any) -> Any:
+    return [_rounded(item) for item in value] if isinstance(value, list) else round(value, 4)
 
 
 @dataclass
@@ -136,11 +141,11 @@ def num_equal(record: Record, to: Record) -> int:
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Gigabytes a second that this device reads: the roof under which decoding lives."""
-    block = torch.ones(PROBE_BYTES // 4, device=device)
+    """Gigabytes a second that this device reads at best: the roof under which decoding lives."""
+    matrix, vector = torch.ones(PROBE_WIDTH, PROBE_WIDTH, device=device), torch.ones(PROBE_WIDTH, device=device)
     best = 0.0
-    for _ in range(5):
+    for _ in range(20):
         begin = time.perf_counter()
-        float(block.sum())
-        best = max(best, PROBE_BYTES / 1e9 / (time.perf_counter() - begin))
+        float(torch.mv(matrix, vector)[0])  # asking for a number waits for the device
+        best = max(best, matrix.nbytes / 1e9 / (time.perf_counter() - begin))
     return best

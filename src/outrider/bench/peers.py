@@ -155,12 +155,18 @@ class _Clock:
 def build_transformers(library: ModuleType, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """Transformers' model with our own reading of a checkpoint that it cannot read, or reads differently."""
     values = {key: value for key, value in checkpoint.config.items() if key not in ("architectures", "model_type")}
+    scaling = values.get("rope_scaling") or {}
+    factors = scaling.get("factors") if scaling.get("rope_type") == "llama3_factors" else None
+    if factors is not None:  # Llama 3 in a GGUF file: the factors themselves, a form that transformers does not know
+        values["rope_scaling"] = None
     config = library.AutoConfig.for_model(checkpoint.config["model_type"], **values)
     model = library.AutoModelForCausalLM.from_config(config, dtype=dtype)
     state = {name: checkpoint.tensor(name) for name in checkpoint.names()}
     if config.tie_word_embeddings:
         state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     model.load_state_dict(state, strict=True)
+    if factors is not None:
+        model.model.rotary_emb.inv_freq.div_(torch.tensor(factors))
     return model
 
 

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.bench.interleave import Record, Spread, num_equal, paired_ratio
+from outrider.bench.interleave import Record, num_equal, paired_ratio
 
-PLAIN, SPECULATIVE = "outrider", "outrider, speculative"
+PLAIN, SPECULATIVE = "outrider plain", "outrider speculative"
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,14 @@ def show_card(console: Console, setting: Setting, records: Sequence[Record], not
     plural = "s" if setting.num_prompts != 1 else ""
     head = f"{setting.model}, {setting.dtype} on {setting.device} with {setting.threads} threads"
     console.print(Text(f"{setting.command}: {head}", "bold"), soft_wrap=True)
-    asked = (
-        f"{setting.num_prompts} prompt{plural}, batch {setting.batch_size}, {setting.max_tokens} tokens each, greedy"
-    )
-    console.print(Text(f"{asked}; medians of {setting.num_runs} interleaved runs", "dim"), soft_wrap=True)
+    asked = f"{setting.num_prompts} prompt{plural}, batch {setting.batch_size}, {setting.max_tokens} tokens each"
+    console.print(Text(f"{asked}, greedy; medians of {setting.num_runs} interleaved runs", "dim"), soft_wrap=True)
     console.print(_table(records))
     for left, right in _pairs(records):
         ratio = paired_ratio(left, right)
-        line = f"{left.name} is {ratio.median:.2f}x as fast as {right.name} ({ratio.low:.2f} to {ratio.high:.2f})"
-        console.print(Text(line, "green" if ratio.median >= 1 else "red"), soft_wrap=True)
-    for line in _roof_lines(setting, records):
-        console.print(Text(line), soft_wrap=True)
+        compared = f"{left.name} is {ratio.median:.2f}x as fast as {right.name} ({ratio.low:.2f} to {ratio.high:.2f})"
+        console.print(Text(compared, "green" if ratio.median >= 1 else "red"), soft_wrap=True)
+    console.print(_roof_line(setting, records[0]), soft_wrap=True)
     for line in _equality_lines(records):
         console.print(line, soft_wrap=True)
     for note in notes:
@@ -75,33 +72,29 @@ def show_card(console: Console, setting: Setting, records: Sequence[Record], not
 def _table(records: Sequence[Record]) -> Table:
     table = Table()
     table.add_column("side")
-    for name in ("tokens/s", "first token ms", "ms/token", "ms/step", "accept length", "GB/s"):
+    for name in ("tokens/s", "range", "first ms", "ms/token", "ms/step", "AL", "GB/s"):
         table.add_column(name, justify="right")
     for record in records:
-        how = record.speculation
+        speed, how = record.tokens_per_second, record.speculation
         table.add_row(
             record.name,
-            _shown(record.tokens_per_second, 1),
-            _shown(record.first_token_ms, 1),
-            _shown(record.token_ms, 2),
-            _shown(record.step_ms, 2),
+            f"{speed.median:.1f}",
+            f"{speed.low:.1f}-{speed.high:.1f}",
+            f"{record.first_token_ms.median:.1f}",
+            f"{record.token_ms.median:.2f}",
+            f"{record.step_ms.median:.2f}",
             f"{how.accept_length:.2f}" if how is not None else "",
             f"{record.gigabytes_per_second.median:.1f}",
         )
     return table
 
 
-def _shown(spread: Spread, digits: int) -> str:
-    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"
-
-
-def _roof_lines(setting: Setting, records: Sequence[Record]) -> list[str]:
-    plain = records[0]
+def _roof_line(setting: Setting, plain: Record) -> Text:
     share = plain.gigabytes_per_second.median / setting.bandwidth
-    return [
+    return Text(
         f"a pass reads {plain.pass_bytes / 1e6:.0f} MB of weights; the memory gives {setting.bandwidth:.1f} GB/s, "
         f"of which plain decoding uses {share:.0%}"
-    ]
+    )
 
 
 def _equality_lines(records: Sequence[Record]) -> list[Text]:
@@ -115,9 +108,8 @@ def _equality_lines(records: Sequence[Record]) -> list[Text]:
             lines.append(Text(f"identical tokens, speculative and plain: {word} ({equal} of {total} answers)", style))
         else:
             lines.append(Text(f"identical answers, {record.name} and {plain.name}: {equal} of {total}"))
-    lines += [
-        Text(f"{each.name} gave different answers in different runs", "red") for each in records if not each.is_steady
-    ]
+    unsteady = [record.name for record in records if not record.is_steady]
+    lines += [Text(f"{name} gave different answers in different runs", "red") for name in unsteady]
     return lines
 
 

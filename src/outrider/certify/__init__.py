@@ -3,5 +3,6 @@
 from outrider.certify.certificate import Certificate
 from outrider.certify.command import certify_command
 from outrider.certify.proof import certify
+from outrider.certify.questions import FULL, QUICK, Effort
 
-__all__ = ["Certificate", "certify", "certify_command"]
+__all__ = ["FULL", "QUICK", "Certificate", "Effort", "certify", "certify_command"]

@@ -126,9 +126,7 @@ class Certificate:
         counts = self.counts
         found = []
         if not counts.accepted:
-            found.append(
-                "no draft token was accepted, so speculation was never at work: try a drafter that fits better"
-            )
+            found.append("no draft token was accepted, so speculation was never at work: try a better drafter")
         if not counts.rejected:
             found.append("no draft token was rejected, so the way back was never tried: raise num_speculative_tokens")
         if not self.self_check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -26,6 +27,7 @@ from outrider.bench.options import (
 from outrider.bench.prompts import read_prompts
 from outrider.certify.proof import Progress as OnProgress
 from outrider.certify.proof import certify
+from outrider.certify.questions import FULL, QUICK
 from outrider.certify.report import show_certificate
 from outrider.console import open_consoles
 
@@ -57,14 +59,16 @@ def certify_command(
       outrider certify --model MODEL.gguf --json > certificate.json
     """
     speculative = speculative_from(model, draft, speculative_config, num_speculative_tokens)
+    effort = QUICK if quick else FULL
+    if max_tokens is not None:
+        effort = replace(effort, max_tokens=max_tokens)
     consoles = open_consoles()
     with progress_bar(consoles.about) as progress:
         certificate = certify(
             model,
             speculative,
             prompts=read_prompts(prompts) if prompts is not None else None,
-            quick=quick,
-            max_tokens=max_tokens,
+            effort=effort,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,

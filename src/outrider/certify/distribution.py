@@ -155,17 +155,11 @@ def evaluate_draws(plan: DrawPlan, outputs: Sequence[RequestOutput]) -> list[Dra
     drafted, accepted = sum(bool(each["draft"]) for each in rounds), sum(each["accepted"] > 0 for each in rounds)
     first = [(plan.first, answer.token_ids[0]) for answer in answers]
     second = [(plan.second[answer.token_ids[0]], answer.token_ids[1]) for answer in following]
-    return [
-        DrawTest("first token", len(first), chi_squared(first), chi_squared(first, CONTROL_TEMPERATURE), 0, 0),
-        DrawTest(
-            "second token",
-            len(second),
-            chi_squared(second),
-            chi_squared(second, CONTROL_TEMPERATURE),
-            drafted,
-            accepted,
-        ),
-    ]
+    return [_test("first token", first, (0, 0)), _test("second token", second, (drafted, accepted))]
+
+
+def _test(name: str, draws: Sequence[tuple[Distribution, int]], drafts: tuple[int, int]) -> DrawTest:
+    return DrawTest(name, len(draws), chi_squared(draws), chi_squared(draws, CONTROL_TEMPERATURE), *drafts)
 
 
 def chi_squared(draws: Sequence[tuple[Distribution, int]], temperature: float = 1.0) -> float:

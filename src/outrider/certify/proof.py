@@ -1,4 +1,4 @@
-"""The proof: plain answers once, then the same questions to speculative engines in every company and under every strain.
+"""The proof: plain answers once, then the same questions to speculative engines in every company, under every strain.
 One engine is open at a time, so that the proof needs no more memory than serving does."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from outrider.certify.comparison import (
     largest_logprob_difference,
 )
 from outrider.certify.distribution import DrawPlan, draw, evaluate_draws, plan_draws
-from outrider.certify.questions import FULL, OPTIONS, QUICK, Effort, Question, ask, built_in_prompts
+from outrider.certify.questions import FULL, OPTIONS, Effort, Question, ask, built_in_prompts
 from outrider.config import SpeculativeConfig
 from outrider.llm import AUTO, DEFAULT_DIRECTORY, LLM, Speculative
 from outrider.measure import method_of
@@ -263,8 +263,7 @@ def certify(
     speculative_config: Speculative = AUTO,
     *,
     prompts: Sequence[PromptText] | None = None,
-    quick: bool = False,
-    max_tokens: int | None = None,
+    effort: Effort = FULL,
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
@@ -272,11 +271,6 @@ def certify(
 ) -> Certificate:
     """Plain against speculative decoding of one target. Without a drafter, the embedded target's own or n-grams."""
     begin = time.perf_counter()
-    effort = QUICK if quick else FULL
-    if max_tokens is not None:
-        if max_tokens < 4:
-            raise ValueError(f"max_tokens must be at least 4, not {max_tokens}: drafts need room to be judged")
-        effort = replace(effort, max_tokens=max_tokens)
     vocabulary = Vocabulary.of(model if model is not None else DEFAULT_DIRECTORY / "target")
     texts = prompts if prompts is not None else built_in_prompts(vocabulary, effort)
     questions = ask(vocabulary.encode_all(texts), effort, has_tokenizer=vocabulary.tokenizer is not None)

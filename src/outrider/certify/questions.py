@@ -24,12 +24,16 @@ class Effort:
     strained_every: int  # one question of so many is also asked of an engine with little room, which is slow too
     max_draws: int  # samples for the statistical part, at most
 
+    def __post_init__(self) -> None:
+        if self.max_tokens < 4:
+            raise ValueError(f"max_tokens must be at least 4, not {self.max_tokens}: drafts need room to be judged")
+
 
 QUICK = Effort(num_prompts=4, num_seeds=1, max_tokens=24, alone_every=4, strained_every=2, max_draws=2000)
 FULL = Effort(num_prompts=12, num_seeds=2, max_tokens=48, alone_every=2, strained_every=1, max_draws=8000)
 TEMPERATURES = (0.0, 0.7, 1.0)
 
-# The first ones are asked in a quick run as well: half of them repeat themselves, so that n-grams have something to find.
+# A quick run asks the first ones only. Many repeat themselves, so that an n-gram drafter has something to find.
 PROMPTS = (
     PromptText("one two three four one two three four one two three four one two"),
     PromptText("What is a good way to learn the names of birds?", is_chat=True),
@@ -42,9 +46,7 @@ PROMPTS = (
     PromptText("Two people stand at a river. There is one small boat. How do they both cross?", is_chat=True),
     PromptText("name: Ada, age: 36, city: London\nname: Ben, age: 41, city: Paris\nname: Cleo, age: 29, city:"),
     PromptText("Why do leaves fall in autumn?", is_chat=True),
-    PromptText(
-        "A recipe for bread: flour, water, salt and time. First mix the flour and the water. Then add the salt."
-    ),
+    PromptText("A recipe for bread: flour, water, salt and time. First mix the flour and the water. Then add"),
 )
 
 Extra = Callable[[Sequence[int], int], dict[str, Any]]  # prompt ids, max_tokens -> sampling options

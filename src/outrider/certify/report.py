@@ -19,6 +19,7 @@ HEADLINES = {
     MISMATCH: "MISMATCH: speculative output differs from the target's own",
     INCONCLUSIVE: "INCONCLUSIVE: no mismatch, but this run proves nothing",
 }
+COLUMNS = ("requests", "tokens", "drafted", "accepted", "rejected", "AL", "no draft", "hits", "preempted", "differ")
 
 
 def show_certificate(console: Console, certificate: Certificate) -> None:
@@ -29,18 +30,7 @@ def show_certificate(console: Console, certificate: Certificate) -> None:
 def case_table(certificate: Certificate) -> Table:
     table = Table(title="plain against speculative", title_style="bold")
     table.add_column("case")
-    for name in (
-        "requests",
-        "tokens",
-        "drafted",
-        "accepted",
-        "rejected",
-        "AL",
-        "no draft",
-        "hits",
-        "preempted",
-        "differ",
-    ):
+    for name in COLUMNS:
         table.add_column(name, justify="right")
     for composition in certificate.compositions:
         preemptions = certificate.preemptions.get(composition, 0)

@@ -259,6 +259,6 @@ def _check_fc_width(config: Eagle3Config, checkpoint: Checkpoint) -> None:
     if width != expected:
         raise ValueError(
             f"{actual} takes {width} inputs, but {len(config.taps)} taps {list(config.taps)} of a target of hidden "
-            f'size {config.target_hidden_size} give {expected}: set "taps" in speculative_config, or this head belongs to '
-            "another target"
+            f'size {config.target_hidden_size} give {expected}: set "taps" in speculative_config, or this head '
+            "belongs to another target"
         )

@@ -47,7 +47,7 @@ def paged_attention_reference(
 
 def paged_attention(q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, options: AttentionOptions) -> Tensor:
     """q [T, heads, D], pages [P, page_size, kv heads, D] twice -> [T, heads, D]."""
-    if use_native(q, pages[0]):
+    if use_native(q):
         return native.paged_attention(
             q,
             *pages,

@@ -6,11 +6,8 @@ from torch import Tensor
 from outrider.kernels import native
 
 
-def use_native(*tensors: Tensor) -> bool:
-    """True where the native kernels can take these tensors (they know no autograd) and were built."""
-    if torch.is_grad_enabled():
-        return False
-    for tensor in tensors:
-        if tensor.device.type != "cpu" or tensor.dtype != torch.float32:
-            return False
-    return native.library() is not None
+def use_native(x: Tensor) -> bool:
+    """True where the native kernels can take this input (they know no autograd) and were built.
+
+    Asked several times a layer, so it looks at the input alone: weights and pages share its device and dtype."""
+    return x.dtype is torch.float32 and x.is_cpu and not torch.is_grad_enabled() and native.library() is not None

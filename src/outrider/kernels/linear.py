@@ -18,6 +18,6 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, in], weight [out, in], bias [out] -> [T, out]."""
-    if use_native(x, weight):
+    if use_native(x):
         return native.linear(x, weight, bias)
     return linear_reference(x, weight, bias)

@@ -15,6 +15,6 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., H], weight [H] -> [..., H]."""
-    if use_native(x, weight):
+    if use_native(x):
         return native.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
     return rms_norm_reference(x, weight, eps)

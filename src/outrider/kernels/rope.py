@@ -29,6 +29,6 @@ def rope_write(
     q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], locations: Tensor
 ) -> Tensor:
     """q [T, heads, D] and k, v [T, kv heads, D] -> rotated q; k and v go to `locations` [T] of the pages."""
-    if use_native(q, pages[0]):
+    if use_native(q):
         return native.rope_write(q, k, v, *rotary, *pages, locations)
     return rope_write_reference(q, k, v, rotary, pages, locations)
