@@ -92,7 +92,7 @@ def compare(plain: CompletionOutput, found: CompletionOutput, tolerance: float) 
         return Difference("finish", plain.index, lengths[0], *map(list, ends))
     if plain.text != found.text:
         return Difference("text", plain.index, lengths[0], plain.text, found.text)
-    for position, (own, other) in enumerate(_chosen_logprobs(plain, found)):
+    for position, own, other in _logprob_pairs(plain, found):
         if not abs(own - other) <= tolerance:  # also where one of them is no number
             return Difference("logprob", plain.index, position, own, other)
     return None
@@ -101,20 +101,20 @@ def compare(plain: CompletionOutput, found: CompletionOutput, tolerance: float) 
 def largest_logprob_difference(plain: RequestOutput, found: RequestOutput) -> float:
     """Over the tokens that both sides said; 0 where no log-probabilities were asked for."""
     pairs = zip(plain.outputs, found.outputs, strict=True)
-    return max((abs(a - b) for left, right in pairs for a, b in _chosen_logprobs(left, right)), default=0.0)
+    return max((abs(a - b) for left, right in pairs for _, a, b in _logprob_pairs(left, right)), default=0.0)
 
 
-def _chosen_logprobs(plain: CompletionOutput, found: CompletionOutput) -> Iterator[tuple[float, float]]:
-    """Pairs for every token up to the first that differs, those of the best few alternatives included."""
+def _logprob_pairs(plain: CompletionOutput, found: CompletionOutput) -> Iterator[tuple[int, float, float]]:
+    """Position and both sides' values, up to the first token that differs: of the token, and of the best few."""
     if plain.logprobs is None or found.logprobs is None:
         return
     rows = zip(plain.logprobs, found.logprobs, plain.token_ids, found.token_ids, strict=False)
-    for left, right, own, other in rows:
+    for position, (left, right, own, other) in enumerate(rows):
         if own != other:
             return
-        yield left[own].logprob, right[own].logprob
-        ranked = [sorted((each.logprob for each in row.values()), reverse=True) for row in (left, right)]
-        yield from zip(*ranked, strict=False)
+        yield position, left[own].logprob, right[own].logprob
+        ranked = [sorted((entry.logprob for entry in row.values()), reverse=True) for row in (left, right)]
+        yield from ((position, a, b) for a, b in zip(*ranked, strict=False))
 
 
 def corrupted(output: RequestOutput, position: int, vocab_size: int) -> RequestOutput:

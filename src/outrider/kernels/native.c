@@ -3,8 +3,11 @@
  *
  * How the rule is kept: every output element is summed in one fixed order, whichever tile computes it. A dot
  * product is LANES running sums over k = lane, lane + LANES, ... (a short tail is padded with zeros), folded by
- * one fixed tree; fused multiply-adds are written out and the compiler is forbidden to form or reorder any. */
+ * one fixed tree; fused multiply-adds are written out and the compiler is forbidden to form or reorder any.
+ *
+ * Every entry point takes one structure, the *_work of its operation, that the caller packs: eight bytes a field. */
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -204,9 +207,12 @@ INLINE vector tanh_vector(vector x) {
 typedef struct {
     const float *x, *weight, *bias;
     float *out;
-    long num_rows, num_outputs, depth;
-    long column_block, num_column_blocks, num_row_groups, depth_block;
+    long num_rows, num_outputs, depth, num_threads;
 } linear_work;
+
+typedef struct {
+    long column_block, num_column_blocks, num_row_groups, depth_block;
+} linear_plan;
 
 /* Some rows and columns of the output, over a stretch of k. */
 typedef struct {
@@ -313,15 +319,26 @@ static void dot_patch(const linear_patch *patch) {
     }
 }
 
-static void linear_task(const linear_work *work, long task, long next_task) {
-    long column = task % work->num_column_blocks * work->column_block, group = task / work->num_column_blocks;
-    long next_column = next_task % work->num_column_blocks * work->column_block;
-    long row = group * work->num_rows / work->num_row_groups;
-    long row_end = (group + 1) * work->num_rows / work->num_row_groups;
-    long num_columns = smaller(work->column_block, work->num_outputs - column);
-    for (long k = 0; k == 0 || k < work->depth; k += work->depth_block) {
+static linear_plan plan_linear(const linear_work *work) {
+    linear_plan plan = {.num_row_groups = 1};
+    long depth_blocks = larger(1, ceil_div(work->depth, DEPTH_BLOCK)); /* from the depth alone: it orders the sums */
+    plan.depth_block = larger(1, ceil_div(ceil_div(work->depth, depth_blocks), LANES)) * LANES;
+    plan.column_block = work->num_rows > MANY_ROWS ? WIDE_COLUMN_BLOCK : COLUMN_BLOCK;
+    plan.num_column_blocks = ceil_div(work->num_outputs, plan.column_block);
+    if (plan.num_column_blocks < 4 * work->num_threads && work->num_threads > 1)
+        plan.num_row_groups = larger(1, smaller(4 * work->num_threads / plan.num_column_blocks, work->num_rows / ROW_TILE));
+    return plan;
+}
+
+static void linear_task(const linear_work *work, const linear_plan *plan, long task, long next_task) {
+    long column = task % plan->num_column_blocks * plan->column_block, group = task / plan->num_column_blocks;
+    long next_column = next_task % plan->num_column_blocks * plan->column_block;
+    long row = group * work->num_rows / plan->num_row_groups;
+    long row_end = (group + 1) * work->num_rows / plan->num_row_groups;
+    long num_columns = smaller(plan->column_block, work->num_outputs - column);
+    for (long k = 0; k == 0 || k < work->depth; k += plan->depth_block) {
         linear_patch patch = {work, row, row_end - row, column, num_columns, k,
-                              smaller(work->depth_block, work->depth - k), (next_column - column) * work->depth};
+                              smaller(plan->depth_block, work->depth - k), (next_column - column) * work->depth};
         dot_patch(&patch);
     }
     if (work->bias)
@@ -329,72 +346,111 @@ static void linear_task(const linear_work *work, long task, long next_task) {
             for (long c = column; c < column + num_columns; c++) work->out[row * work->num_outputs + c] += work->bias[c];
 }
 
-EXPORT void outrider_linear(const float *x, const float *weight, const float *bias, float *out, long num_rows,
-                            long num_outputs, long depth, int num_threads) {
-    long depth_blocks = larger(1, ceil_div(depth, DEPTH_BLOCK)); /* from the depth alone: it sets the order of sums */
-    long column_block = num_rows > MANY_ROWS ? WIDE_COLUMN_BLOCK : COLUMN_BLOCK;
-    linear_work work = {x, weight, bias, out, num_rows, num_outputs, depth, column_block,
-                        ceil_div(num_outputs, column_block), 1,
-                        larger(1, ceil_div(ceil_div(depth, depth_blocks), LANES)) * LANES};
-    if (num_rows * num_outputs * depth < SMALL_WORK) num_threads = 1;
-    if (work.num_column_blocks < 4 * num_threads && num_threads > 1)
-        work.num_row_groups = larger(1, smaller(4 * num_threads / work.num_column_blocks, num_rows / ROW_TILE));
-    long num_tasks = work.num_column_blocks * work.num_row_groups, counter = 0;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
-        /* a thread claims its next task before it works on this one, so that it can fetch the weights ahead */
-        long task = __atomic_fetch_add(&counter, 1, __ATOMIC_RELAXED);
-        while (task < num_tasks) {
-            long next = __atomic_fetch_add(&counter, 1, __ATOMIC_RELAXED);
-            linear_task(&work, task, next < num_tasks ? next : task);
-            task = next;
-        }
+/* A thread claims its next task before it works on this one, so that it can fetch the weights ahead. */
+static void linear_tasks(const linear_work *work, const linear_plan *plan, long *counter) {
+    long num_tasks = plan->num_column_blocks * plan->num_row_groups;
+    long task = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED);
+    while (task < num_tasks) {
+        long next = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED);
+        linear_task(work, plan, task, next < num_tasks ? next : task);
+        task = next;
     }
 }
 
-/* ---- row by row: norms, activations, argmax ---- */
-
-/* out = x / rms(x) * (weight + offset), where x first takes the residual in when there is one. */
-static void norm_row(const float *x, const float *weight, float *out, long width, float eps, float offset) {
-    vector squares[4] = {{0}};
-    for (long i = 0; i < width; i += LANES) {
-        vector v = load_up_to(x + i, width - i);
-        squares[i / LANES % 4] = fma_vector(v, v, squares[i / LANES % 4]);
+EXPORT void outrider_linear(const linear_work *work) {
+    linear_plan plan = plan_linear(work);
+    long counter = 0, amount = work->num_rows * work->num_outputs * work->depth;
+    if (amount < SMALL_WORK || work->num_threads == 1) {
+        linear_tasks(work, &plan, &counter);
+        return;
     }
-    float mean = fold((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)width;
-    vector scale = spread(1.0f / sqrtf(mean + eps));
-    for (long i = 0; i < width; i += LANES) {
-        vector gain = load_up_to(weight + i, width - i) + offset;
-        store_up_to(out + i, load_up_to(x + i, width - i) * scale * gain, width - i);
-    }
+#pragma omp parallel num_threads((int)work->num_threads)
+    linear_tasks(work, &plan, &counter);
 }
 
-EXPORT void outrider_rms_norm(const float *x, const float *residual, const float *weight, float *out, float *sum,
-                              long num_rows, long width, float eps, float offset, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_rows * width > SMALL_WORK)
-    for (long row = 0; row < num_rows; row++) {
-        const float *source = x + row * width;
+/* ---- row by row: norms, activations, argmax, rotary embedding and cache write ---- */
+
+typedef void row_function(const void *work, long first, long end);
+
+static void for_rows(row_function *function, const void *work, long num_rows, long amount, long num_threads) {
+    if (amount < SMALL_WORK || num_threads == 1) {
+        function(work, 0, num_rows);
+        return;
+    }
+#pragma omp parallel for schedule(static) num_threads((int)num_threads)
+    for (long part = 0; part < num_threads; part++)
+        function(work, part * num_rows / num_threads, (part + 1) * num_rows / num_threads);
+}
+
+typedef struct {
+    const float *x, *residual, *weight;
+    float *out, *sum;
+    long num_rows, width, num_threads;
+    double eps, offset;
+} norm_work;
+
+/* out = x / rms(x) * (weight + offset), where x takes the residual in first when there is one. */
+static void norm_row(const norm_work *work, const float *x, const float *residual, float *sum, float *out) {
+    long width = work->width;
+    vector a = {0}, b = {0}, c = {0}, d = {0}; /* take turns, as one running sum would wait for itself */
+    for (long i = 0; i < width; i += LANES) {
+        vector v = load_up_to(x + i, width - i), turn = a;
         if (residual) {
-            for (long i = 0; i < width; i++) sum[row * width + i] = source[i] + residual[row * width + i];
-            source = sum + row * width;
+            v += load_up_to(residual + i, width - i);
+            store_up_to(sum + i, v, width - i);
         }
-        norm_row(source, weight, out + row * width, width, eps, offset);
+        a = b, b = c, c = d, d = fma_vector(v, v, turn);
+    }
+    float mean = fold((a + b) + (c + d)) / (float)width;
+    float scale = 1.0f / sqrtf(mean + (float)work->eps), offset = (float)work->offset;
+    const float *source = residual ? sum : x;
+    for (long i = 0; i < width; i += LANES) {
+        vector gain = load_up_to(work->weight + i, width - i) + offset;
+        store_up_to(out + i, load_up_to(source + i, width - i) * scale * gain, width - i);
     }
 }
+
+static void norm_rows(const void *opaque, long first, long end) {
+    const norm_work *work = opaque;
+    for (long at = first * work->width; at < end * work->width; at += work->width)
+        if (work->residual) norm_row(work, work->x + at, work->residual + at, work->sum + at, work->out + at);
+        else norm_row(work, work->x + at, NULL, NULL, work->out + at);
+}
+
+EXPORT void outrider_rms_norm(const norm_work *work) {
+    for_rows(norm_rows, work, work->num_rows, work->num_rows * work->width, work->num_threads);
+}
+
+typedef struct {
+    const float *gate_up;
+    float *out;
+    long num_rows, width, gelu, num_threads;
+} gated_work;
 
 /* x * sigmoid(s) where s = x (silu), or s = 2 * sqrt(2/pi) * (x + 0.044715 x^3), which is gelu's tanh form. */
-EXPORT void outrider_gated(const float *gate_up, float *out, long num_rows, long width, int gelu, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_rows * width > SMALL_WORK / 8)
-    for (long row = 0; row < num_rows; row++) {
-        const float *gate = gate_up + row * 2 * width, *up = gate + width;
+static void gated_rows(const void *opaque, long first, long end) {
+    const gated_work *work = opaque;
+    long width = work->width;
+    for (long row = first; row < end; row++) {
+        const float *gate = work->gate_up + row * 2 * width, *up = gate + width;
         for (long i = 0; i < width; i += LANES) {
             vector x = load_up_to(gate + i, width - i), s = x;
-            if (gelu) s = 1.5957691216f * fma_vector(0.044715f * x * x, x, x);
+            if (work->gelu) s = 1.5957691216f * fma_vector(0.044715f * x * x, x, x);
             vector y = x / (1.0f + exp_vector(-s)) * load_up_to(up + i, width - i);
-            store_up_to(out + row * width + i, y, width - i);
+            store_up_to(work->out + row * width + i, y, width - i);
         }
     }
 }
+
+EXPORT void outrider_gated(const gated_work *work) {
+    for_rows(gated_rows, work, work->num_rows, work->num_rows * work->width * 4, work->num_threads);
+}
+
+typedef struct {
+    const float *x;
+    int64_t *out;
+    long num_rows, width, num_threads;
+} argmax_work;
 
 static float maximum(const float *x, long width) {
     vector best = spread(-INFINITY);
@@ -418,12 +474,14 @@ static int64_t argmax(const float *x, long width) {
     return 0; /* nothing but NaN */
 }
 
-EXPORT void outrider_row_argmax(const float *x, int64_t *out, long num_rows, long width, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_rows * width > SMALL_WORK)
-    for (long row = 0; row < num_rows; row++) out[row] = argmax(x + row * width, width);
+static void argmax_rows(const void *opaque, long first, long end) {
+    const argmax_work *work = opaque;
+    for (long row = first; row < end; row++) work->out[row] = argmax(work->x + row * work->width, work->width);
 }
 
-/* ---- rotary embedding and cache write ---- */
+EXPORT void outrider_row_argmax(const argmax_work *work) {
+    for_rows(argmax_rows, work, work->num_rows, work->num_rows * work->width, work->num_threads);
+}
 
 typedef struct {
     const float *pages;
@@ -438,9 +496,9 @@ typedef struct {
     const float *query, *key, *value, *cosine, *sine;
     const int64_t *write_locations;
     float *query_out;
-    long num_rows, query_stride, key_stride, value_stride, num_query_heads, rotary_half, interleaved;
+    long num_rows, query_stride, key_stride, value_stride, num_query_heads, rotary_half, interleaved, num_threads;
     page_view keys, values;
-} rope_work; /* the caller packs it: eight bytes for every field, here and in attention_work */
+} rope_work;
 
 static void rotate(const rope_work *work, const float *x, float *out, long row, long num_heads) {
     const float *cosine = work->cosine + row * work->rotary_half, *sine = work->sine + row * work->rotary_half;
@@ -460,11 +518,11 @@ static void rotate(const rope_work *work, const float *x, float *out, long row, 
     }
 }
 
-EXPORT void outrider_rope_write(const rope_work *work, int num_threads) {
+static void rope_rows(const void *opaque, long first, long end) {
+    const rope_work *work = opaque;
     long query_width = work->num_query_heads * work->keys.head_dim;
     size_t value_bytes = (size_t)(work->values.num_heads * work->values.head_dim) * sizeof(float);
-#pragma omp parallel for num_threads(num_threads) if (work->num_rows * query_width > SMALL_WORK)
-    for (long row = 0; row < work->num_rows; row++) {
+    for (long row = first; row < end; row++) {
         rotate(work, work->query + row * work->query_stride, work->query_out + row * query_width, row,
                work->num_query_heads);
         int64_t location = work->write_locations[row];
@@ -476,6 +534,11 @@ EXPORT void outrider_rope_write(const rope_work *work, int num_threads) {
     }
 }
 
+EXPORT void outrider_rope_write(const rope_work *work) {
+    long amount = work->num_rows * work->num_query_heads * work->keys.head_dim;
+    for_rows(rope_rows, work, work->num_rows, amount, work->num_threads);
+}
+
 /* ---- paged attention: partial softmaxes over fixed blocks of keys, merged in ascending order ---- */
 
 typedef struct {
@@ -483,7 +546,7 @@ typedef struct {
     const int32_t *page_table, *query_start;
     const int64_t *indices, *block_end;
     float *out;
-    long num_requests, table_width, num_query_heads, first_key, window;
+    long num_requests, table_width, num_query_heads, first_key, window, num_threads;
     double scale, softcap;
     page_view keys, values;
 } attention_work;
@@ -806,9 +869,9 @@ static void attend_tile(const attention_work *work, long number) {
 /* Few tiles and many keys, as when one request decodes: threads share out the blocks of keys, then merge. The sums are
  * those of attend_tile, in the same order. */
 static void attend_split(const attention_work *work, long num_tiles, const query_tile *tiles, const long *first_unit,
-                         float *parts, int num_threads) {
+                         float *parts) {
     long unit_width = QUERY_TILE * partial_width(work);
-#pragma omp parallel num_threads(num_threads)
+#pragma omp parallel num_threads((int)work->num_threads)
     {
 #pragma omp for schedule(static)
         for (long unit = 0; unit < first_unit[num_tiles]; unit++) {
@@ -837,27 +900,27 @@ static void attend_split(const attention_work *work, long num_tiles, const query
     }
 }
 
-EXPORT void outrider_paged_attention(const attention_work *work, int num_threads) {
-    long num_tiles = count_tiles(work);
-    if (num_tiles < 4 * num_threads) {
-        query_tile tiles[4 * num_threads];
-        long first_unit[4 * num_threads + 1], amount = 0;
-        first_unit[0] = 0;
-        for (long number = 0; number < num_tiles; number++) {
-            tiles[number] = find_tile(work, number);
-            long units = tiles[number].end_block - tiles[number].first_block;
-            first_unit[number + 1] = first_unit[number] + units;
-            amount += units * KEY_BLOCK * tiles[number].num_rows * tiles[number].num_heads * work->keys.head_dim;
-        }
-        if (amount < SMALL_WORK) num_threads = 1;
-        size_t size = (size_t)(first_unit[num_tiles] * QUERY_TILE * partial_width(work)) * sizeof(float);
-        float *parts = num_threads > 1 && first_unit[num_tiles] > num_tiles ? malloc(size) : NULL;
-        if (parts) {
-            attend_split(work, num_tiles, tiles, first_unit, parts, num_threads);
-            free(parts);
-            return;
-        }
+/* Split the work if it is worth it; 0 where it is not, and attend_tile has to do it. */
+static int try_split(const attention_work *work, long num_tiles) {
+    query_tile tiles[num_tiles];
+    long first_unit[num_tiles + 1];
+    first_unit[0] = 0;
+    for (long number = 0; number < num_tiles; number++) {
+        tiles[number] = find_tile(work, number);
+        first_unit[number + 1] = first_unit[number] + tiles[number].end_block - tiles[number].first_block;
     }
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic) if (num_threads > 1 && num_tiles > 1)
+    long num_units = first_unit[num_tiles];
+    if (num_units <= num_tiles) return 0;
+    float *parts = malloc((size_t)(num_units * QUERY_TILE * partial_width(work)) * sizeof(float));
+    if (!parts) return 0;
+    attend_split(work, num_tiles, tiles, first_unit, parts);
+    free(parts);
+    return 1;
+}
+
+EXPORT void outrider_paged_attention(const attention_work *work) {
+    long num_tiles = count_tiles(work), num_threads = work->num_threads;
+    if (num_threads > 1 && num_tiles > 0 && num_tiles < 4 * num_threads && try_split(work, num_tiles)) return;
+#pragma omp parallel for num_threads((int)num_threads) schedule(dynamic) if (num_threads > 1 && num_tiles > 1)
     for (long number = 0; number < num_tiles; number++) attend_tile(work, number);
 }

@@ -21,18 +21,14 @@ SOURCE = Path(__file__).with_name("native.c")
 # Contraction is off as the source writes its fused multiply-adds out; nothing here lets the compiler reorder a sum.
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off")
 
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-_SIGNATURES: dict[str, list[type]] = {
-    "outrider_linear": [_POINTER] * 4 + [_LONG] * 3 + [_INT],
-    "outrider_rms_norm": [_POINTER] * 5 + [_LONG] * 2 + [_FLOAT] * 2 + [_INT],
-    "outrider_gated": [_POINTER] * 2 + [_LONG] * 2 + [_INT] * 2,
-    "outrider_row_argmax": [_POINTER] * 2 + [_LONG] * 2 + [_INT],
-    "outrider_rope_write": [ctypes.c_char_p, _INT],
-    "outrider_paged_attention": [ctypes.c_char_p, _INT],
-}
-# The two work structures of native.c: eight bytes a field, and packing is quicker than a ctypes.Structure.
-_ROPE_WORK = struct.Struct("@7q 7q 5q 5q")
-_ATTENTION_WORK = struct.Struct("@7q 5q 2d 5q 5q")
+# The work structures of native.c, eight bytes a field. One packed argument is quicker to pass than its fields.
+_LINEAR = struct.Struct("@4q 4q")
+_NORM = struct.Struct("@5q 3q 2d")
+_GATED = struct.Struct("@2q 4q")
+_ARGMAX = struct.Struct("@2q 3q")
+_ROPE = struct.Struct("@7q 8q 5q 5q")
+_ATTENTION = struct.Struct("@7q 6q 2d 5q 5q")
+_OPERATIONS = ("linear", "rms_norm", "gated", "row_argmax", "rope_write", "paged_attention")
 
 
 # ---- build and load ----
@@ -52,9 +48,10 @@ def library() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
+    for name in _OPERATIONS:
+        function = loaded[f"outrider_{name}"]
+        function.argtypes, function.restype = [ctypes.c_char_p], None
+        setattr(loaded, name, function)
     return loaded
 
 
@@ -132,21 +129,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [R, K] times weight [N, K] transposed, plus bias [N]."""
     x = x.contiguous()
     num_rows, depth = x.shape
-    num_outputs = weight.shape[0]
-    assert weight.shape[1] == depth, (x.shape, weight.shape)
-    assert bias is None or bias.shape[0] == num_outputs
-    _check(x, weight, bias)
-    out = torch.empty(num_rows, num_outputs)
-    _native().outrider_linear(
-        x.data_ptr(),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        num_rows,
-        num_outputs,
-        depth,
-        torch.get_num_threads(),
-    )
+    num_outputs, weight_depth = weight.shape
+    assert weight_depth == depth, (x.shape, weight.shape)
+    out = x.new_empty(num_rows, num_outputs)
+    inputs = _address(x), _address(weight), 0 if bias is None else _address(bias, size=num_outputs)
+    _native().linear(_LINEAR.pack(*inputs, out.data_ptr(), num_rows, num_outputs, depth, torch.get_num_threads()))
     return out
 
 
@@ -154,21 +141,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     """x [T, H] over its root mean square, times (weight [H] + offset)."""
     x = x.contiguous()
     num_rows, width = x.shape
-    assert weight.shape[0] == width, (x.shape, weight.shape)
-    _check(x, weight)
-    out = torch.empty(num_rows, width)
-    _native().outrider_rms_norm(
-        x.data_ptr(),
-        None,
-        weight.data_ptr(),
-        out.data_ptr(),
-        None,
-        num_rows,
-        width,
-        eps,
-        offset,
-        torch.get_num_threads(),
-    )
+    out = x.new_empty(num_rows, width)
+    addresses = _address(x), 0, _address(weight, size=width), out.data_ptr(), 0
+    _native().rms_norm(_NORM.pack(*addresses, num_rows, width, torch.get_num_threads(), eps, offset))
     return out
 
 
@@ -176,53 +151,40 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
     """(rms_norm(x + residual), x + residual), both new; all [T, H]."""
     x, residual = x.contiguous(), residual.contiguous()
     num_rows, width = x.shape
-    assert x.shape == residual.shape, (x.shape, residual.shape)
-    assert weight.shape[0] == width, (x.shape, weight.shape)
-    _check(x, residual, weight)
-    out, total = torch.empty(num_rows, width), torch.empty(num_rows, width)
-    _native().outrider_rms_norm(
-        x.data_ptr(),
-        residual.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        total.data_ptr(),
-        num_rows,
-        width,
-        eps,
-        offset,
-        torch.get_num_threads(),
-    )
+    out, total = x.new_empty(num_rows, width), x.new_empty(num_rows, width)
+    inputs = _address(x), _address(residual, size=num_rows * width), _address(weight, size=width)
+    outputs = out.data_ptr(), total.data_ptr()
+    _native().rms_norm(_NORM.pack(*inputs, *outputs, num_rows, width, torch.get_num_threads(), eps, offset))
     return out, total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu of the first half of gate_up [T, 2I], times the second: [T, I]."""
-    return _gated(gate_up, gelu=False)
+    return _gated(gate_up, False)
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """gelu (tanh form) of the first half of gate_up [T, 2I], times the second: [T, I]."""
-    return _gated(gate_up, gelu=True)
+    return _gated(gate_up, True)
 
 
 def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
     gate_up = gate_up.contiguous()
     num_rows, double_width = gate_up.shape
     assert double_width % 2 == 0, gate_up.shape
-    _check(gate_up)
-    out = torch.empty(num_rows, double_width // 2)
-    threads = torch.get_num_threads()
-    _native().outrider_gated(gate_up.data_ptr(), out.data_ptr(), num_rows, double_width // 2, gelu, threads)
+    width = double_width // 2
+    out = gate_up.new_empty(num_rows, width)
+    _native().gated(_GATED.pack(_address(gate_up), out.data_ptr(), num_rows, width, gelu, torch.get_num_threads()))
     return out
 
 
 def row_argmax(x: Tensor) -> Tensor:
     """The index of each row's first maximum, int64 [R]; NaN counts as minus infinity."""
     x = x.contiguous()
-    assert x.shape[1] > 0, x.shape
-    _check(x)
-    out = torch.empty(x.shape[0], dtype=torch.int64)
-    _native().outrider_row_argmax(x.data_ptr(), out.data_ptr(), *x.shape, torch.get_num_threads())
+    num_rows, width = x.shape
+    assert width > 0, x.shape
+    out = x.new_empty(num_rows, dtype=torch.int64)
+    _native().row_argmax(_ARGMAX.pack(_address(x), out.data_ptr(), num_rows, width, torch.get_num_threads()))
     return out
 
 
@@ -242,36 +204,33 @@ def rope_write(
     cosine and sine are [T, R/2]: the first R dims rotate, in halves or in interleaved pairs. A write location is
     page * page_size + offset, int64 [T]; a negative one writes nothing. query, key and value may be slices of one
     fused tensor: only their last two dimensions must be dense."""
-    num_rows, num_heads, head_dim = query.shape
-    half = cosine.shape[1]
-    assert cosine.shape == sine.shape == (num_rows, half), (cosine.shape, sine.shape)
-    assert 2 * half <= head_dim == key.shape[2], (half, query.shape, key.shape)
-    assert key.shape == (num_rows, *key_pages.shape[2:]), (key.shape, key_pages.shape)
-    assert value.shape == (num_rows, *value_pages.shape[2:]), (value.shape, value_pages.shape)
-    assert value_pages.shape[1] == key_pages.shape[1], (key_pages.shape, value_pages.shape)
-    assert write_locations.shape[0] == num_rows, write_locations.shape
-    _check(cosine, sine)
-    _check(write_locations, dtype=torch.int64)
-    out = torch.empty(num_rows, num_heads, head_dim)
-    work = _ROPE_WORK.pack(
+    num_rows, num_heads, dim = query.shape
+    num_angles, half = cosine.shape
+    keys, values = _page_view(key_pages), _page_view(value_pages)
+    assert num_angles == num_rows, (cosine.shape, query.shape)
+    assert 2 * half <= dim == keys[4], (cosine.shape, query.shape, key_pages.shape)
+    assert keys[2] == values[2], (key_pages.shape, value_pages.shape)
+    out = query.new_empty(num_rows, num_heads, dim)
+    work = _ROPE.pack(
         query.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),
-        cosine.data_ptr(),
-        sine.data_ptr(),
-        write_locations.data_ptr(),
+        _address(cosine),
+        _address(sine, size=num_rows * half),
+        _address(write_locations, torch.int64, num_rows),
         out.data_ptr(),
         num_rows,
-        _row_stride(query),
-        _row_stride(key),
-        _row_stride(value),
+        _row_stride(query, num_rows, num_heads, dim),
+        _row_stride(key, num_rows, *keys[3:]),
+        _row_stride(value, num_rows, *values[3:]),
         num_heads,
         half,
         interleaved,
-        *_page_fields(key_pages),
-        *_page_fields(value_pages),
+        torch.get_num_threads(),
+        *keys,
+        *values,
     )
-    _native().outrider_rope_write(work, torch.get_num_threads())
+    _native().rope_write(work)
     return out
 
 
@@ -296,63 +255,59 @@ def paged_attention(
     with a window only to the last `window` up to indices[t]. A row with no keys gives zeros. sinks [Hq] are logits that
     take weight and bring no value."""
     query = query.contiguous()
-    num_rows, num_heads, head_dim = query.shape
-    page_size, num_key_heads = key_pages.shape[1:3]
-    assert num_heads % num_key_heads == 0, (query.shape, key_pages.shape)
-    assert key_pages.shape[3] == head_dim, (query.shape, key_pages.shape)
-    assert value_pages.shape[1:3] == (page_size, num_key_heads), (key_pages.shape, value_pages.shape)
-    assert query_start.shape[0] == page_table.shape[0] + 1, (query_start.shape, page_table.shape)
-    assert indices.shape[0] == num_rows, (indices.shape, query.shape)
-    assert sinks is None or sinks.shape[0] == num_heads
-    _check(query, sinks)
-    _check(page_table, query_start, dtype=torch.int32)
-    _check(indices, block_end, dtype=torch.int64)
-    out = torch.empty(num_rows, num_heads, value_pages.shape[3])
-    work = _ATTENTION_WORK.pack(
-        query.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(),
-        page_table.data_ptr(),
-        query_start.data_ptr(),
-        indices.data_ptr(),
-        0 if block_end is None else block_end.data_ptr(),
+    num_rows, num_heads, dim = query.shape
+    keys, values = _page_view(key_pages), _page_view(value_pages)
+    num_requests, table_width = page_table.shape
+    assert keys[2:4] == values[2:4], (key_pages.shape, value_pages.shape)
+    assert keys[4] == dim, (query.shape, key_pages.shape)
+    assert num_heads % keys[3] == 0, (query.shape, key_pages.shape)
+    out = query.new_empty(num_rows, num_heads, values[4])
+    work = _ATTENTION.pack(
+        _address(query),
+        0 if sinks is None else _address(sinks, size=num_heads),
+        _address(page_table, torch.int32),
+        _address(query_start, torch.int32, num_requests + 1),
+        _address(indices, torch.int64, num_rows),
+        0 if block_end is None else _address(block_end, torch.int64, num_rows),
         out.data_ptr(),
-        *page_table.shape,
+        num_requests,
+        table_width,
         num_heads,
         first_key,
         window,
+        torch.get_num_threads(),
         scale,
         softcap,
-        *_page_fields(key_pages),
-        *_page_fields(value_pages),
+        *keys,
+        *values,
     )
-    _native().outrider_paged_attention(work, torch.get_num_threads())
+    _native().paged_attention(work)
     return out
 
 
-def _check(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
-    """C sees addresses only: what it takes for granted is checked here."""
-    for tensor in tensors:
-        if tensor is not None:
-            assert tensor.dtype is dtype, f"{tensor.dtype} where the native kernels take {dtype}"
-            assert tensor.is_cpu, tensor.device
-            assert tensor.is_contiguous(), tensor.stride()
+# C sees addresses only: what it takes for granted is checked as they are taken.
 
 
-def _row_stride(rows: Tensor) -> int:
+def _address(tensor: Tensor, dtype: torch.dtype = torch.float32, size: int | None = None) -> int:
+    as_taken = tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous()
+    assert as_taken, f"expected dense {dtype} on the CPU: {tensor.dtype}, {tensor.device}, strides {tensor.stride()}"
+    assert size is None or tensor.numel() == size, (tensor.shape, size)
+    return tensor.data_ptr()
+
+
+def _row_stride(rows: Tensor, num_rows: int, num_heads: int, dim: int) -> int:
     """Of [T, heads, dim] whose rows may lie apart, but whose heads lie side by side."""
     row, head, last = rows.stride()
-    assert rows.dtype is torch.float32, rows.dtype
-    assert rows.is_cpu, rows.device
-    assert last == 1, rows.stride()
-    assert head == rows.shape[2] or rows.shape[1] == 1, rows.stride()
+    as_taken = rows.dtype is torch.float32 and rows.is_cpu and last == 1 and (head == dim or num_heads == 1)
+    assert as_taken, f"expected dense heads of float32 on the CPU: {rows.dtype}, {rows.device}, strides {rows.stride()}"
+    assert rows.shape == (num_rows, num_heads, dim), (rows.shape, num_rows, num_heads, dim)
     return row
 
 
-def _page_fields(pages: Tensor) -> tuple[int, int, int, int, int]:
+def _page_view(pages: Tensor) -> tuple[int, int, int, int, int]:
     """page_view of native.c; pages [P, page, heads, dim] may lie apart, each must be dense."""
     _, page_size, num_heads, dim = pages.shape
     stride = pages.stride()
-    assert pages.dtype is torch.float32, pages.dtype
-    assert pages.is_cpu, pages.device
-    assert stride[1:] == (num_heads * dim, dim, 1), stride
+    as_taken = pages.dtype is torch.float32 and pages.is_cpu and stride[1:] == (num_heads * dim, dim, 1)
+    assert as_taken, f"expected dense pages of float32 on the CPU: {pages.dtype}, {pages.device}, strides {stride}"
     return pages.data_ptr(), stride[0], page_size, num_heads, dim
