@@ -44,21 +44,23 @@ def _add_text(stage: argparse.ArgumentParser) -> None:
     stage.add_argument("--slots", type=int, default=4096, help="sequences decoded at once")
 
 
-def _add_training(stage: argparse.ArgumentParser, steps: int, tokens: int, rate: float) -> None:
+def _add_training(stage: argparse.ArgumentParser, steps: int, rate: float, decay: float) -> None:
     _add_data(stage)
     stage.add_argument("--steps", type=int, default=steps)
     stage.add_argument("--limit-s", type=float, default=240, help="take fewer steps if they would not fit this time")
-    stage.add_argument("--tokens-per-batch", type=int, default=tokens)
+    stage.add_argument("--tokens-per-batch", type=int, default=65536)
     stage.add_argument("--peak-lr", type=float, default=rate)
+    stage.add_argument("--weight-decay", type=float, default=decay)
     stage.add_argument("--warmup-steps", type=int, default=200)
 
 
 def _add_target(stage: argparse.ArgumentParser) -> None:
-    _add_training(stage, steps=8000, tokens=65536, rate=3e-3)
+    _add_training(stage, steps=3600, rate=3e-3, decay=0.1)
 
 
 def _add_drafter(stage: argparse.ArgumentParser) -> None:
-    _add_training(stage, steps=8000, tokens=32768, rate=1e-3)
+    _add_training(stage, steps=6500, rate=2e-3, decay=0.02)
+    stage.set_defaults(tokens_per_batch=32768)
     stage.add_argument("--sequences", type=int, default=300_000, help="continuations the target writes")
     stage.add_argument("--generation-limit-s", type=float, default=60)
     stage.add_argument("--slots", type=int, default=8192)
@@ -81,6 +83,7 @@ def _training(arguments: argparse.Namespace) -> TrainOptions:
         limit_s=arguments.limit_s,
         tokens_per_batch=arguments.tokens_per_batch,
         peak_lr=arguments.peak_lr,
+        weight_decay=arguments.weight_decay,
         num_warmup_steps=arguments.warmup_steps,
     )
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from default_model.cleaning import clean
+from default_model.cleaning import clean, common_words, plain
 from default_model.decoding import Continuation, DecodingOptions, Prompt, SlotDecoder
+from default_model.endings import with_ending
 from default_model.prompts import Request, requests
 from default_model.teacher import Teacher, load_teacher
 
@@ -126,19 +127,24 @@ def make_text(options: TextOptions) -> None:
     _write(options.data, "raw", generate(options))
 
 
-def _cleaned(answer: dict) -> Example | None:
-    text = clean(answer["text"], answer["complete"])
+def _cleaned(answer: dict, common: frozenset[str]) -> Example | None:
+    cut = clean(answer["kind"], answer["text"], answer["complete"], common)
+    if cut is None:
+        return None
+    text: str | None = cut.text
+    if not cut.is_whole:
+        text = with_ending(answer["kind"], answer["prompt"], cut.text, random.Random(cut.text))
     return Example(answer["kind"], answer["prompt"], text) if text else None
 
 
 def clean_text(data: Path) -> None:
     """Clean the raw answers, drop duplicates, write the text that the later stages learn from."""
-    answers = _read(data, "raw")
-    with ProcessPoolExecutor() as pool:
-        cleaned = list(pool.map(_cleaned, answers, chunksize=500))
+    answers = [{**answer, "text": plain(answer["text"])} for answer in _read(data, "raw")]
+    common = common_words([answer["text"] for answer in answers])
+    cleaned = [_cleaned(answer, common) for answer in answers]
     kept = list({example.answer: example for example in cleaned if example}.values())
     num_characters = sum(len(example.answer) for example in kept)
-    print(f"kept {len(kept)} of {len(answers)} answers, {num_characters / 1e6:.1f}M characters")
+    print(f"kept {len(kept)} of {len(answers)} answers, {num_characters / 1e6:.1f}M characters, {len(common)} words")
     counts, kinds = Counter(answer["kind"] for answer in answers), Counter(example.kind for example in kept)
     print("kept by kind: " + ", ".join(f"{kind} {kinds[kind]}/{count}" for kind, count in counts.most_common()))
     _write(data, "text", kept)

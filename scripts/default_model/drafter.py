@@ -182,9 +182,10 @@ def _report(step: int, means: list[float], seconds: float) -> None:
 def _frequent_tokens(packed: PackedRows, size: int, vocabulary_size: int) -> Tensor:
     """The target ids that its own text uses most, sorted."""
     counts = torch.bincount(packed.tokens[packed.documents >= 0].long(), minlength=vocabulary_size)
-    kept = counts.topk(size).indices.sort().values
-    print(f"draft vocabulary {size}: covers {counts[kept].sum() / counts.sum():.4f} of the target's tokens")
-    return kept
+    ranked = counts.sort(descending=True)
+    for covered in (1024, 1536, 2048, 3072):
+        print(f"the {covered} most frequent tokens are {ranked.values[:covered].sum() / counts.sum():.4f} of the text")
+    return ranked.indices[:size].sort().values
 
 
 def make_drafter(options: DrafterOptions) -> None:

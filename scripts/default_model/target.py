@@ -33,8 +33,8 @@ class TrainOptions:
     limit_s: float
     tokens_per_batch: int
     peak_lr: float
-    weight_decay: float = 0.1
-    num_warmup_steps: int = 200
+    weight_decay: float
+    num_warmup_steps: int
 
 
 class Batches(IterableDataset):

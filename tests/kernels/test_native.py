@@ -1,9 +1,8 @@
 """The native CPU kernels against plain float64 references, and the promise that a row's bits are its own:
 alone or in a batch, on one thread or several."""
 
-import os
-import subprocess
-import sys
+import ctypes
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +76,19 @@ def test_linear_outputs_do_not_depend_on_their_neighbours() -> None:
     whole = native.linear(x, weight)
     for column in range(50):
         assert torch.equal(native.linear(x, weight[column : column + 1]), whole[:, column : column + 1])
+
+
+@needs_compiler
+def test_nothing_and_other_default_types() -> None:
+    assert native.linear(torch.randn(0, 3), torch.randn(4, 3)).shape == (0, 4)
+    assert native.linear(torch.randn(2, 3), torch.randn(0, 3)).shape == (2, 0)
+    assert native.linear(torch.randn(2, 0), torch.randn(4, 0)).tolist() == [[0.0] * 4] * 2
+    x, weight = torch.randn(2, 3), torch.randn(4, 3)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert native.linear(x, weight).dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # ---- norms and activations ----
@@ -346,6 +358,8 @@ def test_a_later_row_that_is_not_a_number_stays_alone() -> None:
     spoilt = scene.attend()
     assert torch.equal(spoilt[:5], clean[:5])
     assert spoilt[5].isnan().all()
+    scene.query[2] = float("nan")
+    assert scene.attend()[2].isnan().all()
 
 
 @needs_compiler
@@ -363,12 +377,16 @@ def test_rows_without_keys_give_zeros() -> None:
 
 @needs_compiler
 def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
-    program = "import torch; from outrider.kernels import native; native.linear(torch.ones(1, 3), torch.ones(2, 3))"
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(Path(native.__file__).parents[2])}
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", program]
-    builders = [subprocess.Popen(command, env=environment) for _ in range(2)]
-    assert [builder.wait(timeout=120) for builder in builders] == [0, 0]
-    assert [path.suffix for path in (tmp_path / "outrider").iterdir()] == [".so"]
+    processes = multiprocessing.get_context("fork")
+    builders = [processes.Process(target=native.build, args=(tmp_path,)) for _ in range(2)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join(timeout=120)
+    assert [builder.exitcode for builder in builders] == [0, 0]
+    (built,) = tmp_path.iterdir()  # one library, and nothing left over
+    assert ctypes.CDLL(str(built)).outrider_linear
+    assert native.build(tmp_path) == built
 
 
 def test_without_a_compiler_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:

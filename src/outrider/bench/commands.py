@@ -38,6 +38,8 @@ from outrider.measure import method_of
 
 bench_app = typer.Typer(help="Measure speed: plain, speculative and other engines, side by side.", no_args_is_help=True)
 
+NUM_PROMPTS = 3  # of our own that a latency run asks
+
 Against = Annotated[
     list[str] | None, typer.Option("--against", help=f"Another engine: {', '.join(peers)}. May be given again.")
 ]
@@ -46,7 +48,9 @@ Workload = Annotated[str, typer.Option("--workload", help="Built-in prompts: cha
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens in each answer.", min=2)]
 NumRuns = Annotated[int, typer.Option("--num-runs", help="Timed runs of every side.", min=1)]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads. Default: as torch decides.", min=1)]
-NumPrompts = Annotated[int, typer.Option("--num-prompts", help="Prompts, one after the other.", min=1)]
+NumPrompts = Annotated[
+    int | None, typer.Option("--num-prompts", help="Prompts, one after the other. Default: 3, or all of a file.", min=1)
+]
 BatchSize = Annotated[int, typer.Option("--batch-size", "-b", help="Prompts at a time.", min=1)]
 
 
@@ -89,7 +93,7 @@ def latency(
     prompt: Prompt = None,
     prompts: PromptFile = None,
     workload_name: Workload = "chat",
-    num_prompts: NumPrompts = 3,
+    num_prompts: NumPrompts = None,
     max_tokens: MaxTokens = 128,
     num_runs: NumRuns = 5,
     threads: Threads = None,
@@ -105,15 +109,16 @@ def latency(
       outrider bench latency --model MODEL.gguf --draft ngram --workload repetition --against transformers
     """
     vocabulary = Vocabulary.of(model if model is not None else DEFAULT_DIRECTORY / "target")
+    texts = _prompts(prompt, prompts, workload_name, vocabulary)
     plan = Plan(
         command="latency",
         model=model,
         speculative=speculative_from(model, draft, speculative_config, num_speculative_tokens),
         against=against or (),
-        prompts=_prompts(prompt, prompts, workload_name, vocabulary),
+        prompts=texts,
         vocabulary=vocabulary,
         batch_size=1,
-        num_prompts=1 if prompt is not None else num_prompts,
+        num_prompts=num_prompts or (len(texts) if prompts is not None else min(len(texts), NUM_PROMPTS)),
         max_tokens=max_tokens,
         num_runs=num_runs,
         threads=threads,
@@ -149,15 +154,16 @@ def throughput(
       outrider bench throughput --model DIRECTORY --draft DIRECTORY --against transformers --json
     """
     vocabulary = Vocabulary.of(model if model is not None else DEFAULT_DIRECTORY / "target")
+    texts = _prompts(prompt, prompts, workload_name, vocabulary)
     plan = Plan(
         command="throughput",
         model=model,
         speculative=speculative_from(model, draft, speculative_config, num_speculative_tokens),
         against=against or (),
-        prompts=_prompts(prompt, prompts, workload_name, vocabulary),
+        prompts=texts,
         vocabulary=vocabulary,
         batch_size=batch_size,
-        num_prompts=batch_size,
+        num_prompts=max(batch_size, len(texts)) if prompts is not None else batch_size,
         max_tokens=max_tokens,
         num_runs=num_runs,
         threads=threads,

@@ -4,8 +4,9 @@ A wrong distribution is put to the same test and must fail it: else the test cou
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ RANK_EDGES = (1, 2, 3, 4, 6, 8, 12, 20)  # tokens are counted by their rank, the
 MIN_EXPECTED = 5.0  # draws in a bin, or the test's mathematics does not hold
 MIN_DRAWS = 400
 NUM_SCOUTS = 2  # first tokens that are looked beyond to choose a prompt
-NUM_STRATA = 32  # first tokens after each of which the second is tested
-NUM_PLANS = 3
+MAX_STRATA = 512  # first tokens after each of which the second is tested
 FIRST_SEED = 7_000_000
 
 
@@ -56,20 +56,15 @@ def bin_of_rank(rank: int) -> int:
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """A prompt, its first token's distribution, and the second's after each of the likeliest first ones."""
+    """A prompt, its first token's distribution, and how much one draw tells right from wrong at the second token,
+    where drafts matter."""
 
     prompt_token_ids: tuple[int, ...]
     first: Distribution
-    second: dict[int, Distribution]  # by first token
-
-    @property
-    def sharpness(self) -> float:
-        """How much one draw tells right from wrong where drafts matter: at the second token."""
-        share = dict(zip(self.first.tokens, self.first.probabilities, strict=True))
-        return sum(share[token] * truth.distance_to_control() for token, truth in self.second.items())
+    sharpness: float
 
     def num_draws(self, at_most: int) -> int:
-        enough = 60 + 10 * math.sqrt(2 * len(RANK_EDGES))  # the control's excess, well beyond any threshold
+        enough = 80 + 10 * math.sqrt(2 * len(RANK_EDGES))  # the control's excess, well beyond any threshold
         return max(min(MIN_DRAWS, at_most), min(at_most, math.ceil(enough / max(self.sharpness, 1e-9))))
 
 
@@ -108,7 +103,7 @@ class DrawTest:
 
 def next_distributions(plain: LLM, prompts: Sequence[Sequence[int]]) -> list[Distribution]:
     """What the target thinks of the next token of each prompt, read from its log-probabilities."""
-    wanted = min(max(NUM_STRATA, RANK_EDGES[-1]), plain.target.vocab_size)
+    wanted = min(RANK_EDGES[-1], plain.target.vocab_size)
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=wanted)
     found = []
     for output in plain.generate([{"prompt_token_ids": list(ids)} for ids in prompts], params):
@@ -120,17 +115,16 @@ def next_distributions(plain: LLM, prompts: Sequence[Sequence[int]]) -> list[Dis
 
 
 def plan_draws(plain: LLM, prompts: Sequence[Sequence[int]]) -> list[DrawPlan]:
-    """Plans for the few prompts where the test is sharpest, the best first."""
+    """A plan for every prompt, the sharpest first: a next word that is neither certain nor arbitrary tells most."""
     firsts = next_distributions(plain, prompts)
-    plans = [DrawPlan(tuple(ids), first, {}) for ids, first in zip(prompts, firsts, strict=True)]
-    scouts = sorted(_look_beyond(plain, plans, NUM_SCOUTS), key=lambda plan: -plan.sharpness)
-    return _look_beyond(plain, scouts[:NUM_PLANS], NUM_STRATA)
-
-
-def _look_beyond(plain: LLM, plans: Sequence[DrawPlan], num_strata: int) -> list[DrawPlan]:
-    texts = [(*plan.prompt_token_ids, token) for plan in plans for token in plan.first.tokens[:num_strata]]
-    found = iter(next_distributions(plain, texts))
-    return [replace(plan, second={token: next(found) for token in plan.first.tokens[:num_strata]}) for plan in plans]
+    scouts = [(*ids, token) for ids, first in zip(prompts, firsts, strict=True) for token in first.tokens[:NUM_SCOUTS]]
+    beyond = iter(next_distributions(plain, scouts))
+    plans = []
+    for ids, first in zip(prompts, firsts, strict=True):
+        shares = first.probabilities[:NUM_SCOUTS]
+        distance = sum(share * next(beyond).distance_to_control() for share in shares)
+        plans.append(DrawPlan(tuple(ids), first, distance / sum(shares)))
+    return sorted(plans, key=lambda plan: plan.sharpness, reverse=True)
 
 
 # drawing, on the speculative side
@@ -147,15 +141,22 @@ def draw(
     return llm.generate([{"prompt_token_ids": list(prompt)}] * count, params, on_step=on_step)
 
 
-def evaluate_draws(plan: DrawPlan, outputs: Sequence[RequestOutput]) -> list[DrawTest]:
-    """The first token of all draws, and the second of those that began with one of the likeliest first ones."""
+def evaluate_draws(plan: DrawPlan, outputs: Sequence[RequestOutput], plain: LLM) -> list[DrawTest]:
+    """The first token of all draws, and the second after each first token that was drawn (the commonest, if many)."""
     answers = [output.outputs[0] for output in outputs]
-    following = [answer for answer in answers if answer.token_ids[0] in plan.second]
-    rounds = [answer.trace[0] for answer in following if answer.trace]
-    drafted, accepted = sum(bool(each["draft"]) for each in rounds), sum(each["accepted"] > 0 for each in rounds)
+    drawn = [token for token, _ in Counter(answer.token_ids[0] for answer in answers).most_common(MAX_STRATA)]
+    found = next_distributions(plain, [(*plan.prompt_token_ids, token) for token in drawn])
+    after = dict(zip(drawn, found, strict=True))
+    following = [output for output in outputs if output.outputs[0].token_ids[0] in after]
     first = [(plan.first, answer.token_ids[0]) for answer in answers]
-    second = [(plan.second[answer.token_ids[0]], answer.token_ids[1]) for answer in following]
-    return [_test("first token", first, (0, 0)), _test("second token", second, (drafted, accepted))]
+    second = [(after[output.outputs[0].token_ids[0]], output.outputs[0].token_ids[1]) for output in following]
+    return [_test("first token", first, (0, 0)), _test("second token", second, second_token_drafts(following))]
+
+
+def second_token_drafts(outputs: Sequence[RequestOutput]) -> tuple[int, int]:
+    """How often the second token was drafted, and how often that draft was accepted."""
+    rounds = [output.outputs[0].trace[0] for output in outputs if output.outputs[0].trace]
+    return sum(bool(each["draft"]) for each in rounds), sum(each["accepted"] > 0 for each in rounds)
 
 
 def _test(name: str, draws: Sequence[tuple[Distribution, int]], drafts: tuple[int, int]) -> DrawTest:
@@ -171,12 +172,12 @@ def chi_squared(draws: Sequence[tuple[Distribution, int]], temperature: float = 
     num_bins = len(RANK_EDGES) + 1
     observed, expected = torch.zeros(2, num_bins, dtype=torch.float64)
     covariance = torch.zeros(num_bins, num_bins, dtype=torch.float64)
-    bins = {truth: truth.bins(temperature) for truth, _ in draws}
-    for truth, token in draws:
-        p = bins[truth]
-        observed[truth.bin_of(token)] += 1
-        expected += p
-        covariance += torch.diag(p) - torch.outer(p, p)
+    for truth, count in Counter(truth for truth, _ in draws).items():
+        p = truth.bins(temperature)
+        expected += count * p
+        covariance += count * (torch.diag(p) - torch.outer(p, p))
+    for place, count in Counter(truth.bin_of(token) for truth, token in draws).items():
+        observed[place] = count
     merge = _merging(expected)
     if len(merge) < 2:
         return 1.0  # nothing to tell apart

@@ -20,7 +20,7 @@ from outrider.certify.comparison import (
     explain,
     largest_logprob_difference,
 )
-from outrider.certify.distribution import DrawPlan, draw, evaluate_draws, plan_draws
+from outrider.certify.distribution import DrawPlan, draw, evaluate_draws, plan_draws, second_token_drafts
 from outrider.certify.questions import FULL, OPTIONS, Effort, Question, ask, built_in_prompts
 from outrider.config import SpeculativeConfig
 from outrider.llm import AUTO, DEFAULT_DIRECTORY, LLM, Speculative
@@ -30,6 +30,8 @@ from outrider.outputs import RequestOutput
 Progress = Callable[[str, int, int], None]  # what, done, total
 OnStep = Callable[[int, int], None]
 PAGE_SIZE = 8
+NUM_TRIALS = 16  # draws that show whether a drafter has something to say
+SPARE_PAGES = 4  # of a tight cache, beyond those of the longest request
 
 
 @dataclass
@@ -102,21 +104,24 @@ class Composition:
     is_tight: bool = False  # with a cache that holds little more than one request
 
 
+def _others_every(effort: Effort) -> int:
+    return effort.others_every
+
+
 COMPOSITIONS = (
     Composition("alone", ask_alone, every=lambda effort: effort.alone_every),
     Composition("together", ask_together),
-    Composition("shuffled", ask_shuffled),
+    Composition("shuffled", ask_shuffled, every=_others_every),
     # An engine lets every running request move in every step, so a small step also needs few requests.
+    Composition("chunked prefill", ask_together, {"max_num_seqs": 4, "max_num_batched_tokens": 8}, _others_every),
+    Composition("preempted", ask_together, {"max_num_seqs": 8}, _others_every, is_tight=True),
+    # Prompts that start in the same step cannot reuse each other's pages: let few start at once.
     Composition(
-        "chunked prefill",
-        ask_together,
-        {"max_num_seqs": 4, "max_num_batched_tokens": 8},
-        every=lambda effort: effort.strained_every,
+        "prefix hits",
+        ask_shuffled,
+        {"page_size": 4, "enable_prefix_caching": True, "max_num_seqs": 4},
+        every=_others_every,
     ),
-    Composition(
-        "preempted", ask_together, {"max_num_seqs": 8}, every=lambda effort: effort.strained_every, is_tight=True
-    ),
-    Composition("prefix hits", ask_shuffled, {"page_size": 4, "enable_prefix_caching": True}),
 )
 
 
@@ -130,17 +135,18 @@ class Proof:
     def run(self) -> Certificate:
         reference, plans, control_mismatches = self._ask_plain()
         certificate: Certificate | None = None
+        page_bytes = 0
         for settings, group in self._engines():
-            with self._open(settings, group, certificate) as llm:
-                if certificate is None:
-                    certificate = Certificate(self._identity(llm), control_mismatches=control_mismatches)
-                    self._page_bytes = llm.budget.page_bytes
+            with self._open(settings, group, page_bytes) as llm:
+                page_bytes = llm.budget.page_bytes
+                certificate = certificate or Certificate(self._identity(llm), control_mismatches=control_mismatches)
                 for composition in group:
                     self._certify(certificate, composition, llm, reference)
         assert certificate is not None
-        self._draw(certificate, plans)
-        if certificate.first_divergence is not None:
-            with self.subject.open(plain=True, max_num_seqs=1) as plain:
+        plan, draws = self._draw(plans)
+        with self.subject.open(plain=True, enable_prefix_caching=True) as plain:
+            certificate.draws = evaluate_draws(plan, draws, plain)
+            if certificate.first_divergence is not None:
                 certificate.first_divergence = explain(certificate.first_divergence, plain)
         return certificate
 
@@ -170,13 +176,13 @@ class Proof:
                 groups.append((composition.settings, [composition]))
         return groups
 
-    def _open(self, settings: Mapping[str, Any], group: Sequence[Composition], certificate: Certificate | None) -> LLM:
+    def _open(self, settings: Mapping[str, Any], group: Sequence[Composition], page_bytes: int) -> LLM:
+        """`page_bytes` is what a page takes in the engine before, whose pages are of the same size."""
         if not any(composition.is_tight for composition in group):
             return self.subject.open(**settings)
-        assert certificate is not None
         longest = max(question.final_len for question in self.questions)
-        num_pages = -(-(longest + 1 + self.subject.speculative.num_speculative_tokens) // PAGE_SIZE) + 4
-        memory = (num_pages + 1) * self._page_bytes  # one page belongs to nobody
+        num_pages = -(-(longest + 1 + self.subject.speculative.num_speculative_tokens) // PAGE_SIZE) + SPARE_PAGES
+        memory = (num_pages + 1) * page_bytes  # one page belongs to nobody
         return self.subject.open(**settings, max_model_len=longest, kv_cache_memory=memory)
 
     def _certify(
@@ -204,19 +210,14 @@ class Proof:
         if not certificate.self_check:
             certificate.self_check = notices_corruption(outputs, tolerance, llm.target.vocab_size)
 
-    def _draw(self, certificate: Certificate, plans: Sequence[DrawPlan]) -> None:
-        """With the sharpest prompt that the drafter has something to say about."""
+    def _draw(self, plans: Sequence[DrawPlan]) -> tuple[DrawPlan, list[RequestOutput]]:
+        """Of the sharpest prompts, the first that the drafter has something to say about."""
         with self.subject.open(max_num_seqs=32, enable_prefix_caching=True) as llm:
-            for plan in plans:
-                trial = evaluate_draws(plan, draw(llm, plan.prompt_token_ids, 16))
-                if trial[1].drafted:
-                    break
-            else:
-                plan = plans[0]
+            drafted = (plan for plan in plans if second_token_drafts(draw(llm, plan.prompt_token_ids, NUM_TRIALS))[0])
+            plan = next(drafted, plans[0])
             count = plan.num_draws(self.effort.max_draws)
             self.watch.total += count - self.effort.max_draws
-            outputs = draw(llm, plan.prompt_token_ids, count, self.watch.stage("distribution"))
-            certificate.draws = evaluate_draws(plan, outputs)
+            return plan, draw(llm, plan.prompt_token_ids, count, self.watch.stage("distribution"))
 
     # helpers
 

@@ -21,7 +21,7 @@ class Effort:
     num_seeds: int  # for each temperature above 0
     max_tokens: int
     alone_every: int  # one question of so many is also asked alone: a batch of one is the slowest way to ask
-    strained_every: int  # one question of so many is also asked of an engine with little room, which is slow too
+    others_every: int  # one question of so many is asked in the other ways again, but for the most usual one
     max_draws: int  # samples for the statistical part, at most
 
     def __post_init__(self) -> None:
@@ -29,8 +29,8 @@ class Effort:
             raise ValueError(f"max_tokens must be at least 4, not {self.max_tokens}: drafts need room to be judged")
 
 
-QUICK = Effort(num_prompts=4, num_seeds=1, max_tokens=24, alone_every=4, strained_every=2, max_draws=2000)
-FULL = Effort(num_prompts=12, num_seeds=2, max_tokens=48, alone_every=2, strained_every=1, max_draws=8000)
+QUICK = Effort(num_prompts=4, num_seeds=1, max_tokens=16, alone_every=4, others_every=2, max_draws=1500)
+FULL = Effort(num_prompts=12, num_seeds=2, max_tokens=32, alone_every=4, others_every=2, max_draws=6000)
 TEMPERATURES = (0.0, 0.7, 1.0)
 
 # A quick run asks the first ones only. Many repeat themselves, so that an n-gram drafter has something to find.
@@ -81,7 +81,7 @@ OPTIONS: dict[str, Extra] = {
     "top-k, top-p, min-p": _filters,
     "penalties": _penalties,
     "bias, bad words": _bias_and_bars,
-    "min tokens, stop token": _minimum_and_stop,
+    "min tokens, stop id": _minimum_and_stop,
     "stop text": lambda ids, max_tokens: {"stop": [". ", ",", "\n"], "min_tokens": 3, "ignore_eos": False},
     "two answers": lambda ids, max_tokens: {"n": 2},
     "logprobs": lambda ids, max_tokens: {"logprobs": 5},

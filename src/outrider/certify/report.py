@@ -19,7 +19,7 @@ HEADLINES = {
     MISMATCH: "MISMATCH: speculative output differs from the target's own",
     INCONCLUSIVE: "INCONCLUSIVE: no mismatch, but this run proves nothing",
 }
-COLUMNS = ("requests", "tokens", "drafted", "accepted", "rejected", "AL", "no draft", "hits", "preempted", "differ")
+COLUMNS = ("tokens", "drafted", "accepted", "AL", "zero", "hits", "evicted", "differ")
 
 
 def show_certificate(console: Console, certificate: Certificate) -> None:
@@ -28,8 +28,8 @@ def show_certificate(console: Console, certificate: Certificate) -> None:
 
 
 def case_table(certificate: Certificate) -> Table:
-    table = Table(title="plain against speculative", title_style="bold")
-    table.add_column("case")
+    table = Table(title="plain against speculative", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    table.add_column("case", no_wrap=True)
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for composition in certificate.compositions:
@@ -37,11 +37,11 @@ def case_table(certificate: Certificate) -> Table:
         counts = _sum(certificate, lambda case, wanted=composition: case.composition == wanted)  # type: ignore[misc]
         counts.preemptions = preemptions
         _add(table, composition, counts)
-    table.add_section()
+    table.add_row()
     for option in [name for name in OPTIONS if any(case.option == name for case in certificate.cases)]:
         counts = _sum(certificate, lambda case, wanted=option: case.option == wanted)  # type: ignore[misc]
         _add(table, option, counts, preempted=False)
-    table.add_section()
+    table.add_row()
     for temperature in sorted({case.temperature for case in certificate.cases}):
         counts = _sum(certificate, lambda case, wanted=temperature: case.temperature == wanted)  # type: ignore[misc]
         _add(table, f"temperature {temperature:g}", counts, preempted=False)
@@ -122,11 +122,10 @@ def _sum(certificate: Certificate, chosen: Callable[[Case], bool]) -> Counts:
 
 
 def _add(table: Table, name: str, counts: Counts, *, preempted: bool = True) -> None:
-    numbers = (counts.requests, counts.tokens, counts.drafted, counts.accepted, counts.rejected)
     style = "bold red" if counts.mismatches else "green"
     table.add_row(
         name,
-        *(str(number) for number in numbers),
+        *(str(number) for number in (counts.tokens, counts.drafted, counts.accepted)),
         f"{counts.accept_length:.2f}",
         str(counts.zero_draft_rounds),
         str(counts.prefix_hit_tokens),

@@ -107,20 +107,36 @@ def shifted(hidden: Hidden, extension: Extension, step: Step) -> Tensor:
 def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0) -> Batch:
     """One row per request, `ahead` places after the newest committed token."""
     batch = step.batch
+    rows = batch.memo.get("ahead")
+    if rows is None:
+        rows = batch.memo["ahead"] = _rows_ahead(step)
+    return replace(
+        rows,
+        input_ids=tokens,
+        positions=rows.positions[ahead],
+        indices=rows.indices[ahead],
+        write_locations=rows.write_locations[ahead],
+        max_len=batch.max_len + 1 + ahead,
+        first_key=first_key,
+        memo={},
+    )
+
+
+def _rows_ahead(step: Step) -> Batch:
+    """What single_rows() takes apart: the rows of all places at once, [depth, B]."""
+    batch = step.batch
     request = torch.arange(len(batch.slots), device=batch.slots.device)
-    indices = step.state.lengths[batch.slots] - 1 + ahead
+    ahead = torch.arange(max(step.depth, 1), device=request.device)
+    indices = step.state.lengths[batch.slots] - 1 + ahead[:, None]
     return replace(
         batch,
-        input_ids=tokens,
+        input_ids=request,
         positions=indices,
         indices=indices,
         query_start=torch.arange(len(request) + 1, dtype=torch.int32, device=request.device),
         request=request,
         write_locations=_locations(batch, request, indices, step.emits),
-        max_len=batch.max_len + 1 + ahead,
         max_rows=1,
-        first_key=first_key,
-        memo={},
     )
 
 

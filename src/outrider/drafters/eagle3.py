@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, draft_chain, drafters, extend, no_draft, shifted, single_rows
 from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, resolve
-from outrider.layers.attention import SelfAttention
-from outrider.layers.block import DecoderBlock, attention_weights, block_weights, mlp_weights
+from outrider.layers.block import Block, DecoderBlock, attention_weights, block_weights, mlp_weights
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
@@ -26,23 +25,20 @@ from outrider.types import Batch, Checkpoint, Draft, Hidden, Resolved, Step, Ver
 FIRST_KEY = 1  # an entry stands at the index of its token and needs the state before it, so token 0 has none
 
 
-class FusedBlock(nn.Module):
+class FusedBlock(Block):
     """The first layer: attention over [norm(embedding), norm(state)] side by side; the residual is the state."""
 
     def __init__(self, config: Eagle3Config, rotary: Rotary) -> None:
-        super().__init__()
+        shape = replace(config.attention, input_size=2 * config.hidden_size)
+        super().__init__(shape, GatedMLP(config.hidden_size, config.intermediate_size), config.eps, rotary)
         self.norm_before_residual = config.norm_before_residual
         self.embedding_norm = RMSNorm(config.hidden_size, config.eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.eps)
-        self.attention = SelfAttention(replace(config.attention, input_size=2 * config.hidden_size), rotary)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, embedding: Tensor, state: Tensor, batch: Batch) -> Tensor:
         normed = self.hidden_norm(state)
         residual = normed if self.norm_before_residual else state
-        x = residual + self.attention(torch.cat([self.embedding_norm(embedding), normed], dim=-1), batch)
-        return x + self.mlp(self.mlp_norm(x))
+        return self.run(residual, torch.cat([self.embedding_norm(embedding), normed], dim=-1), batch)
 
 
 class Eagle3Network(nn.Module):

@@ -23,6 +23,9 @@
 #define ROW_TILE 4 /* sixteen registers hold twelve accumulators */
 #define VALUE_ROWS 3
 #else
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 #define LANES 4
 #define ROW_TILE 8
 #define VALUE_ROWS 6
@@ -60,9 +63,10 @@ INLINE vector fma_vector(vector a, vector b, vector c) {
     return (vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif LANES == 8
     return (vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vector)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return c;
+    return a * b + c; /* two roundings: only a processor without the instruction comes here */
 #endif
 }
 
@@ -142,8 +146,10 @@ INLINE void fold_all(const vector *v, int count, float *sums) {
         vector level[LANES];
         UNROLL for (int i = 0; i < LANES; i++) level[i] = base + i < count ? v[base + i] : (vector){0};
         UNROLL for (int half = LANES / 2; half >= 1; half /= 2)
-            UNROLL for (int i = 0; i < half; i++)
-                level[i] = SHUFFLE(level[2 * i], level[2 * i + 1], EVENS) + SHUFFLE(level[2 * i], level[2 * i + 1], ODDS);
+            UNROLL for (int i = 0; i < half; i++) {
+                vector first = level[2 * i], second = level[2 * i + 1];
+                level[i] = SHUFFLE(first, second, EVENS) + SHUFFLE(first, second, ODDS);
+            }
         store(sums + base, level[0]);
     }
 }
@@ -324,9 +330,9 @@ static linear_plan plan_linear(const linear_work *work) {
     long depth_blocks = larger(1, ceil_div(work->depth, DEPTH_BLOCK)); /* from the depth alone: it orders the sums */
     plan.depth_block = larger(1, ceil_div(ceil_div(work->depth, depth_blocks), LANES)) * LANES;
     plan.column_block = work->num_rows > MANY_ROWS ? WIDE_COLUMN_BLOCK : COLUMN_BLOCK;
-    plan.num_column_blocks = ceil_div(work->num_outputs, plan.column_block);
-    if (plan.num_column_blocks < 4 * work->num_threads && work->num_threads > 1)
-        plan.num_row_groups = larger(1, smaller(4 * work->num_threads / plan.num_column_blocks, work->num_rows / ROW_TILE));
+    plan.num_column_blocks = larger(1, ceil_div(work->num_outputs, plan.column_block));
+    long wanted = 4 * work->num_threads / plan.num_column_blocks; /* so that each thread finds a few tasks */
+    if (work->num_threads > 1) plan.num_row_groups = larger(1, smaller(wanted, work->num_rows / ROW_TILE));
     return plan;
 }
 
@@ -341,9 +347,10 @@ static void linear_task(const linear_work *work, const linear_plan *plan, long t
                               smaller(plan->depth_block, work->depth - k), (next_column - column) * work->depth};
         dot_patch(&patch);
     }
-    if (work->bias)
-        for (; row < row_end; row++)
-            for (long c = column; c < column + num_columns; c++) work->out[row * work->num_outputs + c] += work->bias[c];
+    for (; work->bias && row < row_end; row++) {
+        float *out = work->out + row * work->num_outputs;
+        for (long c = column; c < column + num_columns; c++) out[c] += work->bias[c];
+    }
 }
 
 /* A thread claims its next task before it works on this one, so that it can fetch the weights ahead. */
@@ -811,7 +818,7 @@ static void attend_block(const attention_work *work, const query_tile *tile, con
 static void merge(const attention_work *work, long pairs, const float *next, float *running) {
     long width = partial_width(work), dim = work->values.head_dim;
     for (long pair = 0; pair < pairs; pair++, next += width, running += width) {
-        if (next[0] == -INFINITY) continue;
+        if (next[1] == 0.0f) continue; /* it saw no keys */
         float maximum = next[0] > running[0] ? next[0] : running[0];
         float keep = running[0] == -INFINITY ? 0.0f : exp_scalar(running[0] - maximum);
         float take = exp_scalar(next[0] - maximum);
@@ -826,7 +833,7 @@ static void finish(const attention_work *work, const query_tile *tile, const flo
     for (long pair = 0; pair < tile->num_rows * tile->num_heads; pair++, running += width) {
         long row = tile->row + pair / tile->num_heads, head = tile->head + pair % tile->num_heads;
         float total = running[1], scale = 1.0f;
-        if (work->sinks && running[0] != -INFINITY) {
+        if (work->sinks && total != 0.0f) {
             float maximum = work->sinks[head] > running[0] ? work->sinks[head] : running[0];
             scale = exp_scalar(running[0] - maximum);
             total = total * scale + exp_scalar(work->sinks[head] - maximum);
@@ -866,61 +873,76 @@ static void attend_tile(const attention_work *work, long number) {
     finish(work, &tile, running);
 }
 
-/* Few tiles and many keys, as when one request decodes: threads share out the blocks of keys, then merge. The sums are
- * those of attend_tile, in the same order. */
-static void attend_split(const attention_work *work, long num_tiles, const query_tile *tiles, const long *first_unit,
-                         float *parts) {
-    long unit_width = QUERY_TILE * partial_width(work);
-#pragma omp parallel num_threads((int)work->num_threads)
-    {
-#pragma omp for schedule(static)
-        for (long unit = 0; unit < first_unit[num_tiles]; unit++) {
-            long number = 0, next_number = 0;
-            while (unit >= first_unit[number + 1]) number++;
-            const query_tile *tile = tiles + number;
-            float query[QUERY_TILE * work->keys.head_dim];
-            upcoming next = {.end = 0};
-            if (unit + 1 < first_unit[num_tiles]) {
-                while (unit + 1 >= first_unit[next_number + 1]) next_number++;
-                long block = tiles[next_number].first_block + unit + 1 - first_unit[next_number];
-                find_upcoming(work, tiles + next_number, block, &next);
-            }
-            pack_query(work, tile, query);
-            attend_block(work, tile, query, tile->first_block + unit - first_unit[number], &next,
-                         parts + unit * unit_width);
-        }
-#pragma omp for
-        for (long number = 0; number < num_tiles; number++) {
-            float running[unit_width];
-            clear(work, running);
-            for (long unit = first_unit[number]; unit < first_unit[number + 1]; unit++)
-                merge(work, tiles[number].num_rows * tiles[number].num_heads, parts + unit * unit_width, running);
-            finish(work, tiles + number, running);
-        }
+/* Few tiles and many keys, as when one request decodes: threads share out the units (one block of keys for one tile),
+ * then merge them. The sums are those of attend_tile, in the same order. */
+typedef struct {
+    long num_tiles;
+    const query_tile *tiles;
+    const long *first_unit; /* of each tile, and one past the last */
+    float *parts;
+    long unit_width;
+} split;
+
+/* The tile of a unit, and which block of keys. */
+static const query_tile *find_unit(const split *split, long unit, long *block) {
+    long number = 0;
+    while (unit >= split->first_unit[number + 1]) number++;
+    *block = split->tiles[number].first_block + unit - split->first_unit[number];
+    return split->tiles + number;
+}
+
+static void attend_unit(const attention_work *work, const split *split, long unit) {
+    float query[QUERY_TILE * work->keys.head_dim];
+    long block, next_block;
+    const query_tile *tile = find_unit(split, unit, &block);
+    upcoming next = {.end = 0};
+    if (unit + 1 < split->first_unit[split->num_tiles]) {
+        const query_tile *next_tile = find_unit(split, unit + 1, &next_block);
+        find_upcoming(work, next_tile, next_block, &next);
     }
+    pack_query(work, tile, query);
+    attend_block(work, tile, query, block, &next, split->parts + unit * split->unit_width);
+}
+
+static void merge_units(const attention_work *work, const split *split, long number) {
+    float running[QUERY_TILE * partial_width(work)];
+    const query_tile *tile = split->tiles + number;
+    clear(work, running);
+    for (long unit = split->first_unit[number]; unit < split->first_unit[number + 1]; unit++)
+        merge(work, tile->num_rows * tile->num_heads, split->parts + unit * split->unit_width, running);
+    finish(work, tile, running);
 }
 
 /* Split the work if it is worth it; 0 where it is not, and attend_tile has to do it. */
-static int try_split(const attention_work *work, long num_tiles) {
+static int attend_split(const attention_work *work, long num_tiles) {
     query_tile tiles[num_tiles];
-    long first_unit[num_tiles + 1];
+    long first_unit[num_tiles + 1], num_pairs = 0;
     first_unit[0] = 0;
     for (long number = 0; number < num_tiles; number++) {
         tiles[number] = find_tile(work, number);
         first_unit[number + 1] = first_unit[number] + tiles[number].end_block - tiles[number].first_block;
+        num_pairs = larger(num_pairs, tiles[number].num_rows * tiles[number].num_heads);
     }
-    long num_units = first_unit[num_tiles];
-    if (num_units <= num_tiles) return 0;
-    float *parts = malloc((size_t)(num_units * QUERY_TILE * partial_width(work)) * sizeof(float));
+    long num_units = first_unit[num_tiles], unit_width = num_pairs * partial_width(work);
+    float *parts = num_units > num_tiles ? malloc((size_t)(num_units * unit_width) * sizeof(float)) : NULL;
     if (!parts) return 0;
-    attend_split(work, num_tiles, tiles, first_unit, parts);
+    split split = {num_tiles, tiles, first_unit, parts, unit_width};
+#pragma omp parallel num_threads((int)work->num_threads)
+    {
+#pragma omp for schedule(static)
+        for (long unit = 0; unit < num_units; unit++) attend_unit(work, &split, unit);
+#pragma omp for schedule(static)
+        for (long number = 0; number < num_tiles; number++) merge_units(work, &split, number);
+    }
     free(parts);
     return 1;
 }
 
 EXPORT void outrider_paged_attention(const attention_work *work) {
     long num_tiles = count_tiles(work), num_threads = work->num_threads;
-    if (num_threads > 1 && num_tiles > 0 && num_tiles < 4 * num_threads && try_split(work, num_tiles)) return;
+    if (num_threads > 1 && num_tiles > 0 && num_tiles < 4 * num_threads && attend_split(work, num_tiles)) return;
 #pragma omp parallel for num_threads((int)num_threads) schedule(dynamic) if (num_threads > 1 && num_tiles > 1)
     for (long number = 0; number < num_tiles; number++) attend_tile(work, number);
 }
+
+#include "block.c"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("native.c")
+SOURCES = (SOURCE, SOURCE.with_name("block.c"))  # the first includes the others
 # Contraction is off as the source writes its fused multiply-adds out; nothing here lets the compiler reorder a sum.
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off")
 
@@ -28,7 +29,7 @@ _GATED = struct.Struct("@2q 4q")
 _ARGMAX = struct.Struct("@2q 3q")
 _ROPE = struct.Struct("@7q 8q 5q 5q")
 _ATTENTION = struct.Struct("@7q 6q 2d 5q 5q")
-_OPERATIONS = ("linear", "rms_norm", "gated", "row_argmax", "rope_write", "paged_attention")
+_OPERATIONS = ("linear", "rms_norm", "gated", "row_argmax", "rope_write", "paged_attention", "block")
 
 
 # ---- build and load ----
@@ -40,7 +41,7 @@ def library() -> ctypes.CDLL | None:
     try:
         loaded = ctypes.CDLL(str(build(cache_directory())))
     except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
+        detail = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
         warnings.warn(
             "Outrider's native CPU kernels are not available, so the slower torch ones are used and a row's result may "
             f"depend on its batch. Remedy: install a C compiler (gcc) as `cc`. Reason: {detail}",
@@ -100,7 +101,7 @@ def openmp_runtime() -> Path | None:
 def _fingerprint(compiler: str, runtime: Path | None) -> str:
     # The predefined macros name the compiler's version and every extension of this processor.
     macros = _call(compiler, *FLAGS, _processor_flag(), "-dM", "-E", "-x", "c", os.devnull)
-    parts = (SOURCE.read_text(), " ".join(FLAGS), compiler, macros, str(runtime))
+    parts = (*(path.read_text() for path in SOURCES), " ".join(FLAGS), compiler, macros, str(runtime))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 

@@ -1,7 +1,9 @@
-"""The pre-norm decoder block: x + attention(norm(x)), then x + mlp(norm(x))."""
+"""Decoder blocks: attention, then a gated MLP, each added to the residual stream."""
 
 from torch import Tensor, nn
 
+from outrider.kernels.block import BlockShape, NativeBlock
+from outrider.kernels.dispatch import use_native
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
@@ -9,17 +11,61 @@ from outrider.layers.rotary import Rotary
 from outrider.types import Batch, Weight
 
 
-class DecoderBlock(nn.Module):
+class Block(nn.Module):
+    """Attention over some input, added to the residual; then the MLP. Subclasses say what the input is."""
+
     def __init__(self, shape: AttentionShape, mlp: GatedMLP, eps: float, rotary: Rotary) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(shape.hidden_size, eps)
         self.attention = SelfAttention(shape, rotary)
         self.mlp_norm = RMSNorm(shape.hidden_size, eps)
         self.mlp = mlp
+        self._native: NativeBlock | None = None
+
+    def run(self, residual: Tensor, inputs: Tensor, batch: Batch) -> Tensor:
+        """residual [T, H], inputs [T, in] -> [T, H], always a new tensor."""
+        if use_native(residual):
+            return self._native_block()(residual, inputs, batch, self.attention.rotary(batch))
+        x = residual + self.attention(inputs, batch)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def _native_block(self) -> NativeBlock:
+        attention, pages = self.attention, self.attention.pages
+        assert pages is not None, "the layer has no cache memory yet"
+        if self._native is None or self._native.pages is not pages:
+            q_norm, k_norm = attention.q_norm, attention.k_norm
+            shape = BlockShape(
+                num_heads=attention.shape.num_heads,
+                window=attention.shape.window,
+                eps=self.mlp_norm.eps,
+                head_eps=q_norm.eps if q_norm is not None else 0.0,
+                scale=attention.options.scale,
+            )
+            weights = {
+                "qkv": attention.qkv.weight,
+                "qkv_bias": attention.qkv.bias,
+                "q_norm": q_norm.weight if q_norm is not None else None,
+                "k_norm": k_norm.weight if k_norm is not None else None,
+                "output": attention.output.weight,
+                "output_bias": attention.output.bias,
+                "mlp_norm": self.mlp_norm.weight,
+                "gate_up": self.mlp.gate_up.weight,
+                "gate_up_bias": self.mlp.gate_up.bias,
+                "down": self.mlp.down.weight,
+                "down_bias": self.mlp.down.bias,
+            }
+            self._native = NativeBlock(shape, weights, pages)
+        return self._native
+
+
+class DecoderBlock(Block):
+    """The pre-norm block of most targets: the attention's input is the residual, normed."""
+
+    def __init__(self, shape: AttentionShape, mlp: GatedMLP, eps: float, rotary: Rotary) -> None:
+        super().__init__(shape, mlp, eps, rotary)
+        self.attention_norm = RMSNorm(shape.hidden_size, eps)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), batch)
-        return x + self.mlp(self.mlp_norm(x))
+        return self.run(x, self.attention_norm(x), batch)
 
 
 def block_weights(block: DecoderBlock, source: str) -> dict[str, Weight]:

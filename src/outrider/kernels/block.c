@@ -1,0 +1,88 @@
+/* A whole decoder block in one call: attention over the given input, added to the residual, then the gated MLP.
+ * Nothing new is computed here: these are the kernels of native.c one after the other, with the same bits, and
+ * without a dozen returns to Python a layer. Included by native.c. */
+
+typedef struct {
+    const float *qkv, *qkv_bias, *q_norm, *k_norm, *output, *output_bias;
+    const float *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    long hidden_size, input_size, num_heads, intermediate_size, window;
+    double eps, head_eps, scale, softcap;
+    page_view keys, values;
+} block_layer;
+
+typedef struct {
+    const block_layer *layer;
+    const float *residual, *input, *cosine, *sine;
+    const int64_t *write_locations, *indices;
+    const int32_t *page_table, *query_start;
+    float *scratch, *out;
+    long num_rows, num_requests, table_width, rotary_half, first_key, num_threads;
+} block_call;
+
+typedef struct {
+    float *qkv;
+    const float *q_norm, *k_norm;
+    long width, num_heads, num_key_heads, head_dim;
+    double eps;
+} head_norms;
+
+static void head_norm_rows(const void *opaque, long first, long end) {
+    const head_norms *work = opaque;
+    for (long row = first; row < end; row++)
+        for (long head = 0; head < work->num_heads + work->num_key_heads; head++) {
+            float *x = work->qkv + row * work->width + head * work->head_dim;
+            norm_work norm = {.weight = head < work->num_heads ? work->q_norm : work->k_norm,
+                              .width = work->head_dim, .eps = work->eps};
+            norm_row(&norm, x, NULL, NULL, x);
+        }
+}
+
+static void project(const block_call *call, const float *x, long depth, const float *weight, const float *bias,
+                    float *out, long num_outputs) {
+    linear_work work = {x, weight, bias, out, call->num_rows, num_outputs, depth, call->num_threads};
+    outrider_linear(&work);
+}
+
+/* input -> attention before its output projection; returns where it is. scratch: qkv, queries, mixed. */
+static float *attend(const block_layer *layer, const block_call *call, float *scratch) {
+    long dim = layer->keys.head_dim, key_heads = layer->keys.num_heads, heads = layer->num_heads;
+    long width = (heads + key_heads) * dim + key_heads * layer->values.head_dim;
+    float *qkv = scratch, *query = qkv + call->num_rows * width, *mixed = query + call->num_rows * heads * dim;
+    project(call, call->input, layer->input_size, layer->qkv, layer->qkv_bias, qkv, width);
+    if (layer->q_norm) {
+        head_norms norms = {qkv, layer->q_norm, layer->k_norm, width, heads, key_heads, dim, layer->head_eps};
+        for_rows(head_norm_rows, &norms, call->num_rows, call->num_rows * width, call->num_threads);
+    }
+    rope_work rope = {.query = qkv, .key = qkv + heads * dim, .value = qkv + (heads + key_heads) * dim,
+                      .cosine = call->cosine, .sine = call->sine, .write_locations = call->write_locations,
+                      .query_out = query, .num_rows = call->num_rows, .query_stride = width, .key_stride = width,
+                      .value_stride = width, .num_query_heads = heads, .rotary_half = call->rotary_half,
+                      .num_threads = call->num_threads, .keys = layer->keys, .values = layer->values};
+    outrider_rope_write(&rope);
+    attention_work attention = {.query = query, .page_table = call->page_table, .query_start = call->query_start,
+                                .indices = call->indices, .out = mixed, .num_requests = call->num_requests,
+                                .table_width = call->table_width, .num_query_heads = heads,
+                                .first_key = call->first_key, .window = layer->window,
+                                .num_threads = call->num_threads, .scale = layer->scale,
+                                .softcap = layer->softcap, .keys = layer->keys, .values = layer->values};
+    outrider_paged_attention(&attention);
+    return mixed;
+}
+
+EXPORT void outrider_block(const block_call *call) {
+    const block_layer *layer = call->layer;
+    long rows = call->num_rows, hidden = layer->hidden_size, inner = layer->intermediate_size;
+    float *sum = call->scratch, *normed = sum + rows * hidden, *projected = normed + rows * hidden;
+    float *rest = projected + rows * hidden; /* attention's, then the MLP's */
+    float *mixed = attend(layer, call, rest);
+    project(call, mixed, layer->num_heads * layer->values.head_dim, layer->output, layer->output_bias, projected, hidden);
+    norm_work norm = {projected, call->residual, layer->mlp_norm, normed, sum, rows, hidden, call->num_threads,
+                      layer->eps, 0.0};
+    outrider_rms_norm(&norm);
+    float *gate_up = rest, *activated = rest + rows * 2 * inner;
+    project(call, normed, hidden, layer->gate_up, layer->gate_up_bias, gate_up, 2 * inner);
+    gated_work gated = {gate_up, activated, rows, inner, 0, call->num_threads};
+    outrider_gated(&gated);
+    project(call, activated, inner, layer->down, layer->down_bias, projected, hidden);
+    for (long i = 0; i < rows * hidden; i++) call->out[i] = sum[i] + projected[i];
+}

@@ -1,0 +1,39 @@
+"""The same engine on a CUDA device: plain = speculative there too, and equal to the CPU's tokens in float32."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from samples import METHODS, drafter_settings
+
+from outrider import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+PROMPTS = [[5, 6, 7, 8, 9] * 3, [40, 41], list(range(60, 90))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", METHODS)
+def test_speculation_on_a_gpu(
+    method: str, temperature: float, target_path: Callable[..., Path], tmp_path: Path
+) -> None:
+    params = replace(PARAMS, temperature=temperature, seed=3)
+    path, tokens = target_path("qwen3"), []
+    settings = drafter_settings(method, tmp_path, target_path, "qwen3")
+    for device, config in (("cpu", None), ("cuda", None), ("cuda", settings)):
+        with LLM(path, config, device=device, dtype="float32", max_model_len=128) as llm:
+            tokens.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)])
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_bfloat16_on_a_gpu(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    settings = drafter_settings("eagle3", tmp_path, target_path, "llama")
+    with LLM(target_path("llama"), settings, device="cuda", dtype="bfloat16", max_model_len=128) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS)
+    assert all(len(output.outputs[0].token_ids) == 24 for output in outputs)
