@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from outrider import __version__
 from outrider.bench.interleave import Record, num_equal, paired_ratio
 
 PLAIN, SPECULATIVE = "outrider plain", "outrider speculative"
@@ -47,6 +49,7 @@ def to_dict(setting: Setting, records: Sequence[Record], notes: Sequence[str]) -
         "memory_gigabytes_per_second": setting.bandwidth,
         "sides": [_side(record, records[0]) for record in records],
         "ratios": {f"{a.name} / {b.name}": _ratio(a, b) for a, b in _pairs(records)},
+        "versions": {"outrider": __version__, "torch": torch.__version__},
         "notes": list(notes),
     }
 

@@ -58,13 +58,19 @@ def verdict_card(certificate: Certificate) -> Panel:
             f"{counts.drafted} drafted, {counts.accepted} accepted, {counts.rejected} rejected"
         ),
         *(Text(line) for line in _check_lines(certificate)),
-        *(Text(f"doubt: {doubt}", "yellow") for doubt in certificate.doubts),
     ]
+    if certificate.verdict == INCONCLUSIVE:
+        lines += [Text(f"doubt: {doubt}", "yellow") for doubt in certificate.doubts]
     if certificate.first_divergence is not None:
         lines += [Text(line, "red") for line in divergence_lines(certificate.first_divergence)]
-        if certificate.control_mismatches:
-            remedy = "certify in float32, where a row's result does not depend on its company"
-            lines.append(Text(f"plain decoding alone and in a batch differ as well ({remedy})", "yellow"))
+    if certificate.control_mismatches:
+        lines.append(
+            Text(
+                f"plain decoding differs from itself, alone and in a batch, in {certificate.control_mismatches} answers: "
+                "here rounding depends on company, and decides near ties; on a CPU, float32 does not",
+                "yellow",
+            )
+        )
     return Panel(Group(*lines), border_style=style, title="certificate", expand=False)
 
 

@@ -4,6 +4,8 @@ Sampling is an exponential race whose noise is keyed by (seed, position, token i
 import torch
 from torch import Tensor
 
+from outrider.kernels import native
+from outrider.kernels.dispatch import use_native
 from outrider.types import Sampling
 
 GREEDY_TEMPERATURE = 1e-5  # at or under it, a request is greedy
@@ -41,19 +43,24 @@ def filter_logits(logits: Tensor, sampling: Sampling, rows: Tensor) -> Tensor:
     return torch.full_like(logits, -torch.inf).scatter_(-1, order, ordered.masked_fill(drop, -torch.inf))
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """The best column of each row; the first of equals."""
+    return native.row_argmax(logits) if use_native(logits) else logits.argmax(-1)
+
+
 def choose(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
     """The token of each row [R]: `rows` is its request in `sampling`, `positions` where the token will stand.
 
     `ids` [V] gives the target's id of each column where the columns are a reduced vocabulary; the result is in
     target ids. Drafters call this too: with the same noise their choice coincides with the target's most often.
     """
-    best = logits.argmax(-1)
+    best = argmax(logits)
     if not sampling.greedy:
         temperature = sampling.temperature[rows]
         scaled = logits.float() / temperature.clamp(min=GREEDY_TEMPERATURE)[:, None]
         if sampling.filtered:
             scaled = filter_logits(scaled, sampling, rows)
         columns = torch.arange(logits.shape[-1], device=logits.device) if ids is None else ids
-        drawn = (scaled + gumbel(sampling.seed[rows], positions, columns)).argmax(-1)
+        drawn = argmax(scaled + gumbel(sampling.seed[rows], positions, columns))
         best = torch.where(temperature <= GREEDY_TEMPERATURE, best, drawn)
     return best if ids is None else ids[best]
