@@ -67,6 +67,7 @@ def _add_drafter(stage: argparse.ArgumentParser) -> None:
     stage.add_argument("--draft-vocabulary", type=int, default=4096)
     stage.add_argument("--feed-forward", type=int, default=768)
     stage.add_argument("--norm-output", action="store_true", help="feed back the normed state")
+    stage.add_argument("--resume", action="store_true", help="train the saved drafter further")
 
 
 def _add_measure(stage: argparse.ArgumentParser) -> None:
@@ -115,6 +116,7 @@ def _drafter(arguments: argparse.Namespace) -> None:
             draft_vocab_size=arguments.draft_vocabulary,
             feed_forward_size=arguments.feed_forward,
             norm_output=arguments.norm_output,
+            resume=arguments.resume,
         )
     )
 

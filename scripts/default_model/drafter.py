@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from default_model.corpus import read_examples
 from default_model.decoding import Continuation, DecodingOptions, Prompt, SlotDecoder
-from default_model.eagle3 import Drafter, DrafterShape, TrainingRows, save_drafter, start_from, ttt_loss
+from default_model.eagle3 import Drafter, DrafterShape, TrainingRows, load_drafter, save_drafter, start_from, ttt_loss
 from default_model.llama import Llama, load_llama
 from default_model.packing import Encoded, encode
 from default_model.prompts import requests
@@ -42,6 +42,7 @@ class DrafterOptions:
     draft_vocab_size: int = 4096
     feed_forward_size: int = 768
     norm_output: bool = False
+    resume: bool = False
 
 
 def _chat_prompts(tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
@@ -58,12 +59,11 @@ def _raw_prompts(encoded: Encoded, seed: int) -> Iterator[list[int]]:
 
 
 def _prompts(tokenizer: Tokenizer, encoded: Encoded, options: DrafterOptions) -> Iterator[Prompt]:
-    """Chat and raw prompts in turn, at mixed temperatures."""
+    """Small talk, then chat and raw prompts in turn, at mixed temperatures."""
     seed = options.train.seed + 1000
     chat, raw, pick = _chat_prompts(tokenizer, seed), _raw_prompts(encoded, seed), random.Random(seed)
-    talk = [tokenizer.encode(f"{USER}{item.prompt}{END}{ASSISTANT}").ids for item in small_talk(1)]
-    for tokens in talk:
-        yield Prompt(tokens, 0.7)
+    for item in small_talk(num_copies=options.num_sequences // 500):
+        yield Prompt(tokenizer.encode(f"{USER}{item.prompt}{END}{ASSISTANT}").ids, pick.choice(TEMPERATURES))
     for index in range(options.num_sequences):
         yield Prompt(next(raw if index % 2 else chat), pick.choice(TEMPERATURES))
 
@@ -188,6 +188,16 @@ def _frequent_tokens(packed: PackedRows, size: int, vocabulary_size: int) -> Ten
     return ranked.indices[:size].sort().values
 
 
+def _first_weights(target: Llama, options: DrafterOptions) -> Drafter:
+    """A new drafter, or the saved one (with its whole vocabulary) to be trained further."""
+    if options.resume:
+        return load_drafter(options.out)[0]
+    layer = replace(target.shape, num_hidden_layers=1, intermediate_size=options.feed_forward_size)
+    drafter = Drafter(DrafterShape(layer, norm_output=options.norm_output))
+    start_from(drafter, target)
+    return drafter
+
+
 def make_drafter(options: DrafterOptions) -> None:
     """Generate, train, save."""
     device = options.train.device
@@ -195,10 +205,8 @@ def make_drafter(options: DrafterOptions) -> None:
     target = load_llama(options.target).to(device).requires_grad_(False)
     fast = load_llama(options.target).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     packed = pack(generate(fast, tokenizer, options), device)
-    layer = replace(target.shape, num_hidden_layers=1, intermediate_size=options.feed_forward_size)
     torch.manual_seed(options.train.seed)
-    drafter = Drafter(DrafterShape(layer, norm_output=options.norm_output)).to(device)
-    start_from(drafter, target)
+    drafter = _first_weights(target, options).to(device)
     print(
         f"{sum(parameter.numel() for parameter in drafter.parameters()) / 1e6:.2f}M parameters, "
         f"{len(packed.tokens)} rows of {ROW_LEN}",

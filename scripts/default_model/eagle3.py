@@ -81,7 +81,7 @@ def start_from(drafter: Drafter, target: Llama) -> None:
     last, layer = target.model.layers[-1], drafter.midlayer
     with torch.no_grad():
         drafter.fc.weight.zero_()
-        drafter.fc.weight[:, -size:] = torch.eye(size)
+        drafter.fc.weight[:, -size:] = torch.eye(size, device=drafter.fc.weight.device)
         for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
             nn.init.normal_(linear.weight, std=(2 * size) ** -0.5)
         nn.init.normal_(layer.self_attn.o_proj.weight, std=0.01)

@@ -37,7 +37,31 @@ RAW_PROMPTS = [
     "Every morning, the baker",
     '"Where are you going?" asked the fox.',
 ]
+# Written after the training prompts and checked to be none of them.
 CHAT_PROMPTS = [
+    "Tell me something nice about cats.",
+    "My dog is sick. What should I do?",
+    "Write two sentences about a red car.",
+    "What is the difference between a lake and the sea?",
+    "Tell me a story in which a boy plants a seed that grows into the sky.",
+    "I am going to visit my aunt. What can I bring her?",
+    "Can you write a story about two sisters and a bear?",
+    "Which fruit is good for children?",
+    "What happens when ice gets warm?",
+    "Write a story that begins in a train.",
+    "Say something about winter in the mountains.",
+    "Give me an idea for a birthday party.",
+    "Why are some people afraid of the dark?",
+    "Tell me how a baker makes bread.",
+    "Write a short message for my teacher.",
+    "What do you see when you look out of a window?",
+    "Tell me a story about a king who could not sleep.",
+    "How do people build a house?",
+    "What would a cat say to a mouse?",
+    "Please describe an old man who sells apples.",
+]
+# Requests that the drafter met in training, word for word (its figure is not one of unseen text), or nearly so.
+FAMILIAR_PROMPTS = [
     "Tell me a story.",
     "Tell me a short story about a brave mouse.",
     "What is the moon?",
@@ -164,13 +188,14 @@ class Pair:
 
 @torch.inference_mode()
 def measure(target: Path, drafter: Path, num_drafts: int, max_new: int, check: bool) -> None:
-    """Print sample texts and the accept length on raw and on chat prompts."""
+    """Print sample texts and the accept length on raw prompts, unseen chat prompts and familiar chat prompts."""
     pair = Pair(target, drafter)
-    groups = {"raw": RAW_PROMPTS, "chat": [f"{USER}{text}{END}{ASSISTANT}" for text in CHAT_PROMPTS]}
+    groups = {"raw": RAW_PROMPTS, "chat": CHAT_PROMPTS, "familiar chat": FAMILIAR_PROMPTS}
     for name, prompts in groups.items():
         tally = Tally()
         for text in prompts:
-            prompt, own = pair.tokenizer.encode(text).ids, Tally()
+            asked = text if name == "raw" else f"{USER}{text}{END}{ASSISTANT}"
+            prompt, own = pair.tokenizer.encode(asked).ids, Tally()
             written = pair.generate(prompt, max_new, num_drafts, own)
             if check:
                 assert pair.plain(prompt, max_new) == written[:max_new], "speculation changed the text"

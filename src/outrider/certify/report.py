@@ -64,13 +64,11 @@ def verdict_card(certificate: Certificate) -> Panel:
     if certificate.first_divergence is not None:
         lines += [Text(line, "red") for line in divergence_lines(certificate.first_divergence)]
     if certificate.control_mismatches:
-        lines.append(
-            Text(
-                f"plain decoding differs from itself, alone and in a batch, in {certificate.control_mismatches} answers: "
-                "here rounding depends on company, and decides near ties; on a CPU, float32 does not",
-                "yellow",
-            )
+        control = (
+            f"plain decoding differs from itself, alone and in a batch, in {certificate.control_mismatches} answers"
         )
+        reason = "rounding depends on company here and decides near ties (float32 on a CPU: it does not)"
+        lines.append(Text(f"{control}: {reason}", "yellow"))
     return Panel(Group(*lines), border_style=style, title="certificate", expand=False)
 
 
