@@ -66,5 +66,6 @@ class Oracle(Drafter):
             count = int(torch.randint(0, self.lookahead + 1, (), generator=generator))
             rows.append([(token + bool(w)) % self.vocab_size for token, w in zip(draft, wrong.tolist(), strict=True)])
             counts.append(min(count, step.depth))
-        count = torch.where(step.emits, torch.tensor(counts), 0)
-        return Draft(torch.tensor(rows), count)
+        device = step.batch.slots.device
+        count = torch.where(step.emits, torch.tensor(counts, device=device), 0)
+        return Draft(torch.tensor(rows, device=device), count)

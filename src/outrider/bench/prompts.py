@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,11 @@ class PromptText:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What is needed to turn prompts into ids, read without loading any weight."""
+    """What is needed to turn prompts into ids, and the model's size, read without loading any weight."""
 
     tokenizer: Tokenizer | None
     size: int
+    num_parameters: int = 0
 
     @classmethod
     def of(cls, model: str | Path) -> Vocabulary:
@@ -35,11 +37,12 @@ class Vocabulary:
         try:
             tokenizer = load_tokenizer(checkpoint)
             size = checkpoint.config.get("vocab_size") or (tokenizer.vocab_size if tokenizer is not None else 0)
+            num_parameters = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
         finally:
             checkpoint.close()
         if not size:
             raise ValueError(f"{model}: config.json lacks vocab_size; add it")
-        return cls(tokenizer, int(size))
+        return cls(tokenizer, int(size), num_parameters)
 
     def encode(self, prompt: PromptText) -> list[int]:
         if prompt.ids:

@@ -56,7 +56,8 @@ def to_dict(setting: Setting, records: Sequence[Record], notes: Sequence[str]) -
 
 def show_card(console: Console, setting: Setting, records: Sequence[Record], notes: Sequence[str]) -> None:
     plural = "s" if setting.num_prompts != 1 else ""
-    head = f"{setting.model}, {setting.dtype} on {setting.device} with {setting.threads} threads"
+    threads = f"{setting.threads} thread{'s' if setting.threads != 1 else ''}"
+    head = f"{setting.model}, {setting.dtype} on {setting.device} with {threads}"
     console.print(Text(f"{setting.command}: {head}", "bold"), soft_wrap=True)
     asked = f"{setting.num_prompts} prompt{plural}, batch {setting.batch_size}, {setting.max_tokens} tokens each"
     console.print(Text(f"{asked}, greedy; medians of {setting.num_runs} interleaved runs", "dim"), soft_wrap=True)
@@ -73,8 +74,8 @@ def show_card(console: Console, setting: Setting, records: Sequence[Record], not
 
 
 def _table(records: Sequence[Record]) -> Table:
-    table = Table()
-    table.add_column("side")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("side", no_wrap=True)
     for name in ("tokens/s", "range", "first ms", "ms/token", "ms/step", "AL", "GB/s"):
         table.add_column(name, justify="right")
     for record in records:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from outrider.bench.prompts import PromptText, Vocabulary
 from outrider.certify.certificate import Case, Certificate, Identity
@@ -30,6 +33,7 @@ from outrider.outputs import RequestOutput
 Progress = Callable[[str, int, int], None]  # what, done, total
 OnStep = Callable[[int, int], None]
 PAGE_SIZE = 8
+SMALL_MODEL = 50_000_000  # parameters
 NUM_TRIALS = 16  # draws that show whether a drafter has something to say
 SPARE_PAGES = 4  # of a tight cache, beyond those of the longest request
 
@@ -279,9 +283,23 @@ def certify(
         raise ValueError("there is no prompt to ask: give at least one")
     longest = max(question.final_len for question in questions)
     subject = Subject(model, speculative_for(model, speculative_config), dtype, device, max_model_len or longest)
-    certificate = Proof(subject, questions, effort, Watch(progress)).run()
+    with threads_for(vocabulary.num_parameters):
+        certificate = Proof(subject, questions, effort, Watch(progress)).run()
     certificate.seconds = time.perf_counter() - begin
     return certificate
+
+
+@contextmanager
+def threads_for(num_parameters: int) -> Iterator[None]:
+    """One thread for a small model: its operations are too short to share, and on a busy machine threads would spend
+    most of their time waiting for each other."""
+    before = torch.get_num_threads()
+    if num_parameters < SMALL_MODEL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def speculative_for(model: str | Path | None, given: Speculative) -> SpeculativeConfig:

@@ -221,6 +221,7 @@ def _check(config: Eagle3Config, checkpoint: Checkpoint, target: Target) -> None
             f"the head was made for a target of hidden size {config.target_hidden_size}, this one has "
             f"{target.hidden_size}: it belongs to another target"
         )
+    _check_fc_width(config, checkpoint)
     if not config.use_taps and config.hidden_size != target.hidden_size:
         raise ValueError(
             f"use_aux_hidden_state is false, so the head's hidden size ({config.hidden_size}) must be the target's "
@@ -232,7 +233,6 @@ def _check(config: Eagle3Config, checkpoint: Checkpoint, target: Target) -> None
             f"{config.hidden_size}, the target's {target.embed.hidden_size}"
         )
     _check_vocabulary(config, target)
-    _check_fc_width(config, checkpoint)
 
 
 def _check_vocabulary(config: Eagle3Config, target: Target) -> None:
