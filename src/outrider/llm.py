@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import Drafter
 from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
@@ -16,6 +18,7 @@ from outrider.engine.loader import Progress, build_drafter, build_target, buildi
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
 from outrider.engine.request import Request, TextStream
 from outrider.layers.cached import cached_layers
+from outrider.layers.packing import pack_weights
 from outrider.models.base import Target
 from outrider.outputs import RequestOutput
 from outrider.sampling_params import SamplingParams, Speculation
@@ -283,6 +286,10 @@ def _load(config: EngineConfig, progress: Progress | None) -> tuple[Engine, Budg
         if drafter is not None and drafter_checkpoint is not None:
             load_weights(drafter, drafter_checkpoint, progress)
             drafter.check()
+        with torch.inference_mode():
+            for module in (target, drafter):
+                if module is not None:
+                    pack_weights(module)
         engine = Engine(config, target, drafter, budget, tokenizer)
         engine.end_ids = _end_ids(checkpoint, tokenizer)
         return engine, budget

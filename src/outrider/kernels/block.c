@@ -3,8 +3,8 @@
  * without a dozen returns to Python a layer. Included by native.c. */
 
 typedef struct {
-    const float *qkv, *qkv_bias, *q_norm, *k_norm, *output, *output_bias;
-    const float *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    matrix qkv, output, gate_up, down;
+    const float *qkv_bias, *q_norm, *k_norm, *output_bias, *mlp_norm, *gate_up_bias, *down_bias;
     long hidden_size, input_size, num_heads, intermediate_size, window;
     double eps, head_eps, scale, softcap;
     page_view keys, values;
@@ -37,9 +37,9 @@ static void head_norm_rows(const void *opaque, long first, long end) {
         }
 }
 
-static void project(const block_call *call, const float *x, long depth, const float *weight, const float *bias,
+static void project(const block_call *call, const float *x, long depth, const matrix *weights, const float *bias,
                     float *out, long num_outputs) {
-    linear_work work = {x, weight, bias, out, call->num_rows, num_outputs, depth, call->num_threads};
+    linear_work work = {x, bias, out, call->num_rows, num_outputs, depth, call->num_threads, *weights};
     outrider_linear(&work);
 }
 
@@ -48,7 +48,7 @@ static float *attend(const block_layer *layer, const block_call *call, float *sc
     long dim = layer->keys.head_dim, key_heads = layer->keys.num_heads, heads = layer->num_heads;
     long width = (heads + key_heads) * dim + key_heads * layer->values.head_dim;
     float *qkv = scratch, *query = qkv + call->num_rows * width, *mixed = query + call->num_rows * heads * dim;
-    project(call, call->input, layer->input_size, layer->qkv, layer->qkv_bias, qkv, width);
+    project(call, call->input, layer->input_size, &layer->qkv, layer->qkv_bias, qkv, width);
     if (layer->q_norm) {
         head_norms norms = {qkv, layer->q_norm, layer->k_norm, width, heads, key_heads, dim, layer->head_eps};
         for_rows(head_norm_rows, &norms, call->num_rows, call->num_rows * width, call->num_threads);
@@ -75,14 +75,14 @@ EXPORT void outrider_block(const block_call *call) {
     float *sum = call->scratch, *normed = sum + rows * hidden, *projected = normed + rows * hidden;
     float *rest = projected + rows * hidden; /* attention's, then the MLP's */
     float *mixed = attend(layer, call, rest);
-    project(call, mixed, layer->num_heads * layer->values.head_dim, layer->output, layer->output_bias, projected, hidden);
+    project(call, mixed, layer->num_heads * layer->values.head_dim, &layer->output, layer->output_bias, projected, hidden);
     norm_work norm = {projected, call->residual, layer->mlp_norm, normed, sum, rows, hidden, call->num_threads,
                       layer->eps, 0.0};
     outrider_rms_norm(&norm);
     float *gate_up = rest, *activated = rest + rows * 2 * inner;
-    project(call, normed, hidden, layer->gate_up, layer->gate_up_bias, gate_up, 2 * inner);
+    project(call, normed, hidden, &layer->gate_up, layer->gate_up_bias, gate_up, 2 * inner);
     gated_work gated = {gate_up, activated, rows, inner, 0, call->num_threads};
     outrider_gated(&gated);
-    project(call, activated, inner, layer->down, layer->down_bias, projected, hidden);
+    project(call, activated, inner, &layer->down, layer->down_bias, projected, hidden);
     for (long i = 0; i < rows * hidden; i++) call->out[i] = sum[i] + projected[i];
 }

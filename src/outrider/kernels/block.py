@@ -11,24 +11,14 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import native
+from outrider.kernels.packed import Packed
 from outrider.types import Batch
 
 # block_layer and block_call of block.c: eight bytes a field
-_LAYER = struct.Struct("@11q 5q 4d 5q 5q")
+_LAYER = struct.Struct("@16q 7q 5q 4d 5q 5q")
 _CALL = struct.Struct("@11q 6q")
-WEIGHTS = (
-    "qkv",
-    "qkv_bias",
-    "q_norm",
-    "k_norm",
-    "output",
-    "output_bias",
-    "mlp_norm",
-    "gate_up",
-    "gate_up_bias",
-    "down",
-    "down_bias",
-)
+MATRICES = ("qkv", "output", "gate_up", "down")
+VECTORS = ("qkv_bias", "q_norm", "k_norm", "output_bias", "mlp_norm", "gate_up_bias", "down_bias")
 
 
 @dataclass(frozen=True)
@@ -43,19 +33,24 @@ class BlockShape:
 class NativeBlock:
     """A block's addresses, packed once. Holds on to the tensors, so that the addresses stay good."""
 
-    def __init__(self, shape: BlockShape, weights: Mapping[str, Tensor | None], pages: tuple[Tensor, Tensor]) -> None:
-        self._kept = [weights[name] for name in WEIGHTS]
+    def __init__(
+        self,
+        shape: BlockShape,
+        matrices: Mapping[str, tuple[Tensor, Packed | None]],
+        vectors: Mapping[str, Tensor | None],
+        pages: tuple[Tensor, Tensor],
+    ) -> None:
+        self._kept = (matrices, vectors)
         self.pages = pages
-        qkv, output, gate_up = (weights[name] for name in ("qkv", "output", "gate_up"))
-        assert qkv is not None
-        assert output is not None
-        assert gate_up is not None
+        qkv, output, gate_up = (matrices[name][0] for name in ("qkv", "output", "gate_up"))
         self.hidden_size = output.shape[0]
         intermediate_size = gate_up.shape[0] // 2
         attention_width = qkv.shape[0] + 2 * output.shape[1]  # qkv, queries, attended values
         self._scratch_width = 3 * self.hidden_size + max(attention_width, 3 * intermediate_size)
+        tensors = [vectors[name] for name in VECTORS]
         packed = _LAYER.pack(
-            *(0 if tensor is None else native._address(tensor) for tensor in self._kept),
+            *(field for name in MATRICES for field in native.matrix_fields(*matrices[name])),
+            *(0 if tensor is None else native._address(tensor) for tensor in tensors),
             self.hidden_size,
             qkv.shape[1],
             shape.num_heads,

@@ -1,9 +1,10 @@
 /* Linear layers: tiles of rows and columns, every element summed in the same order. Included by native.c. */
 
 typedef struct {
-    const float *x, *weight, *bias;
+    const float *x, *bias;
     float *out;
     long num_rows, num_outputs, depth, num_threads;
+    matrix matrix;
 } linear_work;
 
 typedef struct {
@@ -13,7 +14,8 @@ typedef struct {
 /* Some rows and columns of the output, over a stretch of k. */
 typedef struct {
     const linear_work *work;
-    long row, num_rows, column, num_columns, k, length;
+    const float *weights; /* of its first column, from k on; the next column is `stride` further */
+    long stride, row, num_rows, column, num_columns, k, length;
     long ahead; /* distance of the weights that come next, to be fetched meanwhile */
 } linear_patch;
 
@@ -61,7 +63,7 @@ INLINE void dot_tile(const linear_patch *patch, int rows, int columns, long row,
     vector sums[ROW_TILE * 8];
     float folded[32];
     UNROLL for (int r = 0; r < rows; r++) x[r] = work->x + (row + r) * work->depth + patch->k;
-    UNROLL for (int c = 0; c < columns; c++) w[c] = work->weight + (column + c) * work->depth + patch->k;
+    UNROLL for (int c = 0; c < columns; c++) w[c] = patch->weights + (column + c - patch->column) * patch->stride;
     UNROLL for (int i = 0; i < rows * columns; i++) sums[i] = (vector){0};
     UNROLL for (int c = 0; c < columns; c++) {
         ahead[c] = turns->turn == 0 ? patch->ahead : 0;
@@ -115,10 +117,25 @@ static void dot_patch(const linear_patch *patch) {
     }
 }
 
+/* A patch of packed weights, a few columns at a time: unpacked, they stay in the first-level cache until all rows are
+ * done with them. How many is a multiple of the columns of the tiles that will run; more rows repay a wider panel. */
+static void unpack_and_dot(linear_patch patch) {
+    ALIGNED float panel[COLUMN_BLOCK * DEPTH_BLOCK];
+    const linear_work *work = patch.work;
+    long end = patch.column + patch.num_columns;
+    long step = patch.num_rows <= 3 ? 8 : patch.num_rows <= ROW_TILE ? 12 : COLUMN_BLOCK;
+    patch.weights = panel, patch.stride = patch.length, patch.ahead = 0;
+    for (; patch.column < end; patch.column += step) {
+        patch.num_columns = smaller(step, end - patch.column);
+        unpack(&work->matrix, work->depth, patch.column, patch.num_columns, patch.k, patch.length, panel);
+        dot_patch(&patch);
+    }
+}
+
 static linear_plan plan_linear(const linear_work *work) {
     linear_plan plan = {.num_row_groups = 1};
     long depth_blocks = larger(1, ceil_div(work->depth, DEPTH_BLOCK)); /* from the depth alone: it orders the sums */
-    plan.depth_block = larger(1, ceil_div(ceil_div(work->depth, depth_blocks), LANES)) * LANES;
+    plan.depth_block = larger(1, ceil_div(ceil_div(work->depth, depth_blocks), WEIGHT_BLOCK)) * WEIGHT_BLOCK;
     plan.column_block = work->num_rows > MANY_ROWS ? WIDE_COLUMN_BLOCK : COLUMN_BLOCK;
     plan.num_column_blocks = larger(1, ceil_div(work->num_outputs, plan.column_block));
     long wanted = 4 * work->num_threads / plan.num_column_blocks; /* so that each thread finds a few tasks */
@@ -133,9 +150,11 @@ static void linear_task(const linear_work *work, const linear_plan *plan, long t
     long row_end = (group + 1) * work->num_rows / plan->num_row_groups;
     long num_columns = smaller(plan->column_block, work->num_outputs - column);
     for (long k = 0; k == 0 || k < work->depth; k += plan->depth_block) {
-        linear_patch patch = {work, row, row_end - row, column, num_columns, k,
-                              smaller(plan->depth_block, work->depth - k), (next_column - column) * work->depth};
-        dot_patch(&patch);
+        long length = smaller(plan->depth_block, work->depth - k);
+        linear_patch patch = {work, work->matrix.weight + column * work->depth + k, work->depth, row, row_end - row,
+                              column, num_columns, k, length, (next_column - column) * work->depth};
+        if (work->matrix.kind == PLAIN) dot_patch(&patch);
+        else unpack_and_dot(patch);
     }
     for (; work->bias && row < row_end; row++) {
         float *out = work->out + row * work->num_outputs;

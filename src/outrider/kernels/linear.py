@@ -6,6 +6,7 @@ from torch import Tensor
 
 from outrider.kernels import native
 from outrider.kernels.dispatch import use_native
+from outrider.kernels.packed import Packed
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -16,8 +17,8 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return F.linear(x, weight, bias)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, in], weight [out, in], bias [out] -> [T, out]."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed | None = None) -> Tensor:
+    """x [T, in], weight [out, in], bias [out] -> [T, out]; `packed` is the same weight in a smaller form."""
     if use_native(x):
-        return native.linear(x, weight, bias)
+        return native.linear(x, weight, bias, packed)
     return linear_reference(x, weight, bias)

@@ -50,6 +50,7 @@ enum {
 };
 
 #include "vectors.c"
+#include "unpack.c"
 #include "linear.c"
 #include "rows.c"
 #include "attention.c"

@@ -17,13 +17,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outrider.kernels.packed import Packed
+
 SOURCE = Path(__file__).with_name("native.c")
 SOURCES = sorted(SOURCE.parent.glob("*.c"))  # native.c includes the others
 # Contraction is off as the source writes its fused multiply-adds out; nothing here lets the compiler reorder a sum.
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off")
 
 # The work structures of native.c, eight bytes a field. One packed argument is quicker to pass than its fields.
-_LINEAR = struct.Struct("@4q 4q")
+_LINEAR = struct.Struct("@3q 4q 4q")
 _NORM = struct.Struct("@5q 3q 2d")
 _GATED = struct.Struct("@2q 4q")
 _ARGMAX = struct.Struct("@2q 3q")
@@ -126,16 +128,25 @@ def _native() -> ctypes.CDLL:
 # ---- the kernels ----
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [R, K] times weight [N, K] transposed, plus bias [N]."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed | None = None) -> Tensor:
+    """x [R, K] times weight [N, K] transposed, plus bias [N]. `packed` is the same weight, quicker to read."""
     x = x.contiguous()
     num_rows, depth = x.shape
     num_outputs, weight_depth = weight.shape
     assert weight_depth == depth, (x.shape, weight.shape)
     out = x.new_empty(num_rows, num_outputs)
-    inputs = _address(x), _address(weight), 0 if bias is None else _address(bias, size=num_outputs)
-    _native().linear(_LINEAR.pack(*inputs, out.data_ptr(), num_rows, num_outputs, depth, torch.get_num_threads()))
+    inputs = _address(x), 0 if bias is None else _address(bias, size=num_outputs)
+    sizes = num_rows, num_outputs, depth, torch.get_num_threads()
+    _native().linear(_LINEAR.pack(*inputs, out.data_ptr(), *sizes, *matrix_fields(weight, packed)))
     return out
+
+
+def matrix_fields(weight: Tensor, packed: Packed | None) -> tuple[int, int, int, int]:
+    """matrix of native.c: one weight, in one or two forms."""
+    if packed is None:
+        return _address(weight), 0, 0, 0
+    scales = 0 if packed.scales is None else packed.scales.data_ptr()
+    return _address(weight), packed.data.data_ptr(), scales, packed.kind
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

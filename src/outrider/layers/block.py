@@ -40,20 +40,20 @@ class Block(nn.Module):
                 head_eps=q_norm.eps if q_norm is not None else 0.0,
                 scale=attention.options.scale,
             )
-            weights = {
-                "qkv": attention.qkv.weight,
-                "qkv_bias": attention.qkv.bias,
+            linears = {
+                "qkv": attention.qkv,
+                "output": attention.output,
+                "gate_up": self.mlp.gate_up,
+                "down": self.mlp.down,
+            }
+            vectors = {
+                **{f"{name}_bias": linear.bias for name, linear in linears.items()},
                 "q_norm": q_norm.weight if q_norm is not None else None,
                 "k_norm": k_norm.weight if k_norm is not None else None,
-                "output": attention.output.weight,
-                "output_bias": attention.output.bias,
                 "mlp_norm": self.mlp_norm.weight,
-                "gate_up": self.mlp.gate_up.weight,
-                "gate_up_bias": self.mlp.gate_up.bias,
-                "down": self.mlp.down.weight,
-                "down_bias": self.mlp.down.bias,
             }
-            self._native = NativeBlock(shape, weights, pages)
+            matrices = {name: (linear.weight, linear.packed) for name, linear in linears.items()}
+            self._native = NativeBlock(shape, matrices, vectors, pages)
         return self._native
 
 

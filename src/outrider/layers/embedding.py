@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.kernels.linear import linear
+from outrider.kernels.packed import Packed
 
 
 class Embedding(nn.Module):
@@ -30,6 +31,7 @@ class Head(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, *, tied: Embedding | None = None) -> None:
         super().__init__()
         self.weight = tied.weight if tied is not None else nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.packed: Packed | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -40,4 +42,4 @@ class Head(nn.Module):
         return self.weight.shape[1]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.weight)
+        return linear(hidden, self.weight, None, self.packed)

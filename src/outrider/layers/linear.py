@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.linear import linear
+from outrider.kernels.packed import Packed
 
 
 class Linear(nn.Module):
@@ -11,6 +12,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.packed: Packed | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.packed)

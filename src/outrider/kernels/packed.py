@@ -1,0 +1,67 @@
+"""A float32 matrix in a smaller form that gives back the very same bits, so that less memory is read for every token.
+Checkpoints are rarely float32 at heart: they come from bfloat16, or from 4- or 8-bit blocks with scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BFLOAT16, AFFINE4, SCALED8 = 1, 2, 3  # as in unpack.c
+BLOCK = 32
+PROBE_ROWS = 16  # enough to see that a matrix has no such form, as most of the time
+CHUNK_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Packed:
+    kind: int
+    data: Tensor  # bfloat16 bits [N, K] int16; two weights a byte [N, K / 2] uint8; [N, K] int8
+    scales: Tensor | None = None  # of every block of 32 along K: scale and offset [N, K / 32, 2], or scale [N, K / 32]
+
+
+def pack(weight: Tensor) -> Packed | None:
+    """The smaller form of a float32 matrix [N, K], or None where there is none that is exact."""
+    if _is_bfloat16(weight[:PROBE_ROWS]) and _is_bfloat16(weight):
+        return Packed(BFLOAT16, (weight.view(torch.int32) >> 16).to(torch.int16))
+    if weight.shape[1] % BLOCK:
+        return None
+    for kind, pack_part in ((AFFINE4, _pack_affine), (SCALED8, _pack_scaled)):
+        if pack_part(weight[:PROBE_ROWS]) is not None:
+            parts = [pack_part(part) for part in weight.split(CHUNK_ROWS)]
+            done = [part for part in parts if part is not None]
+            if len(done) == len(parts):
+                return Packed(kind, torch.cat([part[0] for part in done]), torch.cat([part[1] for part in done]))
+    return None
+
+
+def _is_bfloat16(weight: Tensor) -> bool:
+    return not bool((weight.view(torch.int32) & 0xFFFF).any())
+
+
+def _pack_affine(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Every block as offset + scale * (0..15), if that gives the same floats: as Q4_1 files and their kin store them.
+
+    The smallest weight of a block is its offset, the largest is 15 scales above; scales are half-precision numbers,
+    so the division, which float32 rounds, still tells which one it was.
+    """
+    blocks = weight.reshape(-1, BLOCK)
+    offset = blocks.amin(1, keepdim=True)
+    scale = ((blocks.amax(1, keepdim=True) - offset) / 15).half().float()
+    levels = ((blocks - offset) / scale.clamp(min=1e-30)).round_().clamp_(0, 15)
+    if not torch.equal(levels * scale + offset, blocks):
+        return None
+    low, high = levels.to(torch.uint8).split(BLOCK // 2, dim=1)
+    num_rows = len(weight)
+    return (low | (high << 4)).view(num_rows, -1), torch.cat([scale, offset], dim=1).view(num_rows, -1, 2)
+
+
+def _pack_scaled(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Every block as scale * (-127..127), as Q8_0 files store them; the largest weight is 127 scales."""
+    blocks = weight.reshape(-1, BLOCK)
+    scale = (blocks.abs().amax(1, keepdim=True) / 127).half().float()
+    levels = (blocks / scale.clamp(min=1e-30)).round_().clamp_(-127, 127)
+    if not torch.equal(levels * scale, blocks):
+        return None
+    return levels.to(torch.int8).view(len(weight), -1), scale.view(len(weight), -1)

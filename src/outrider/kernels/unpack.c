@@ -1,0 +1,90 @@
+/* Weights in a smaller form that gives back the very same floats: bfloat16, 4 bits with a scale and an offset for
+ * every 32, or 8 bits with a scale. They are unpacked a panel at a time, which stays in the cache, so that less memory
+ * is read. Included by native.c. */
+
+enum { PLAIN = 0, BFLOAT16 = 1, AFFINE4 = 2, SCALED8 = 3, WEIGHT_BLOCK = 32 };
+
+typedef struct {
+    const float *weight; /* [num_outputs, depth] */
+    const void *packed; /* the same in a smaller form, or NULL */
+    const float *scales; /* of every block: scale and offset (AFFINE4), scale (SCALED8) */
+    long kind;
+} matrix;
+
+/* Sixteen bytes as floats, low or high halves or whole with sign, times scale plus offset: spelt out for the processors
+ * at hand, as compilers take the vector conversion apart byte by byte. */
+#if defined(__AVX512F__)
+INLINE void expand16(__m128i bytes, float scale, float offset, float *to, int with_sign) {
+    __m512i wide = with_sign ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
+    __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(wide), _mm512_set1_ps(scale));
+    _mm512_storeu_ps(to, with_sign ? value : _mm512_add_ps(value, _mm512_set1_ps(offset)));
+}
+#elif defined(__AVX2__)
+INLINE void expand8(__m128i bytes, float scale, float offset, float *to, int with_sign) {
+    __m256i wide = with_sign ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
+    __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(scale));
+    _mm256_storeu_ps(to, with_sign ? value : _mm256_add_ps(value, _mm256_set1_ps(offset)));
+}
+INLINE void expand16(__m128i bytes, float scale, float offset, float *to, int with_sign) {
+    expand8(bytes, scale, offset, to, with_sign);
+    expand8(_mm_srli_si128(bytes, 8), scale, offset, to + 8, with_sign);
+}
+#endif
+
+/* Byte i of a block holds weight i in its low half and weight i + 16 in its high half. scale * q is exact, so the sum
+ * is rounded once, as it was when the float was made. */
+static void unpack_affine4(const uint8_t *from, const float *scales, float *to, long length) {
+    for (long i = 0; i < length; i += WEIGHT_BLOCK, from += 16, scales += 2) {
+#if defined(__AVX2__)
+        __m128i both = _mm_loadu_si128((const __m128i *)from), mask = _mm_set1_epi8(15);
+        expand16(_mm_and_si128(both, mask), scales[0], scales[1], to + i, 0);
+        expand16(_mm_and_si128(_mm_srli_epi16(both, 4), mask), scales[0], scales[1], to + i + 16, 0);
+#else
+        for (long j = 0; j < 16; j++) {
+            to[i + j] = (float)(from[j] & 15) * scales[0] + scales[1];
+            to[i + 16 + j] = (float)(from[j] >> 4) * scales[0] + scales[1];
+        }
+#endif
+    }
+}
+
+static void unpack_scaled8(const int8_t *from, const float *scales, float *to, long length) {
+    for (long i = 0; i < length; i += 16) {
+        float scale = scales[i / WEIGHT_BLOCK];
+#if defined(__AVX2__)
+        expand16(_mm_loadu_si128((const __m128i *)(from + i)), scale, 0.0f, to + i, 1);
+#else
+        for (long j = i; j < i + 16; j++) to[j] = (float)from[j] * scale;
+#endif
+    }
+}
+
+static void unpack_bfloat16(const uint16_t *from, float *to, long length) {
+    long i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 <= length; i += 16) {
+        __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(from + i)));
+        _mm512_storeu_si512(to + i, _mm512_slli_epi32(wide, 16));
+    }
+#elif defined(__AVX2__)
+    for (; i + 8 <= length; i += 8) {
+        __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from + i)));
+        _mm256_storeu_si256((__m256i *)(to + i), _mm256_slli_epi32(wide, 16));
+    }
+#endif
+    for (; i < length; i++) {
+        uint32_t word = (uint32_t)from[i] << 16;
+        memcpy(to + i, &word, 4);
+    }
+}
+
+/* Columns column .. column + num_columns of a matrix of this depth, k .. k + length of each, into panel. */
+static void unpack(const matrix *source, long depth, long column, long num_columns, long k, long length, float *panel) {
+    for (long c = 0; c < num_columns; c++, panel += length) {
+        long at = (column + c) * depth + k;
+        if (source->kind == BFLOAT16) unpack_bfloat16((const uint16_t *)source->packed + at, panel, length);
+        else if (source->kind == SCALED8)
+            unpack_scaled8((const int8_t *)source->packed + at, source->scales + at / WEIGHT_BLOCK, panel, length);
+        else unpack_affine4((const uint8_t *)source->packed + at / 2, source->scales + at / 16, panel, length);
+    }
+}
