@@ -28,7 +28,7 @@ class SpeculativeConfig:
     model: str | None = None
     num_speculative_tokens: int = 5
     prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 4
+    prompt_lookup_max: int = 8
     taps: tuple[int, ...] | None = None  # overrides what the checkpoint says: tap i is the state after i layers
 
     @classmethod

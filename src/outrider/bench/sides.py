@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outrider.engine.memory import parameter_bytes
+from outrider.layers.packing import packed_bytes
 from outrider.llm import LLM, total_speculation
 from outrider.models.base import Target
 from outrider.sampling_params import SamplingParams, Speculation
@@ -77,7 +77,7 @@ class OutriderSide:
 def bytes_read(target: Target) -> int:
     """Every weight is read in a pass, but for an embedding of its own, of which a pass reads a few rows."""
     is_tied = _is_same(target.embed.weight, target.head.weight)
-    return parameter_bytes(target) - (0 if is_tied else _size(target.embed.weight))
+    return packed_bytes(target) - (0 if is_tied else _size(target.embed.weight))
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:

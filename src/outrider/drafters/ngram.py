@@ -41,7 +41,7 @@ class Ngram(Drafter):
         # run[b, i]: how many tokens ending at i equal the last ones of the text, up to `longest`
         run = torch.zeros_like(tokens)
         alike = torch.ones_like(tokens, dtype=torch.bool)
-        for back in range(self.longest):
+        for back in range(min(self.longest, width)):
             last = tokens.gather(1, (lengths - 1 - back).clamp(min=0))
             shifted = torch.cat([tokens.new_full((len(tokens), back), -1), tokens[:, : width - back]], dim=1)
             alike = alike & (shifted == last) & (lengths > back)
@@ -51,8 +51,9 @@ class Ngram(Drafter):
         room = torch.minimum(lengths - 1 - index, torch.tensor(self.lookahead, device=tokens.device))
         score = (run * (self.lookahead + 1) + room) * width + index
         best = torch.where(run > 0, score, -1).argmax(1)  # [B]
-        found = run.gather(1, best[:, None])[:, 0] > 0
+        match = run.gather(1, best[:, None])[:, 0]
         start = best + 1
-        count = torch.minimum(lengths[:, 0] - start, torch.tensor(step.depth, device=tokens.device))
+        # As far ahead as the texts agreed so far: a chance match is short, and a copy soon earns the full depth.
+        count = torch.minimum(lengths[:, 0] - start, match).clamp(max=step.depth)
         place = (start[:, None] + torch.arange(self.lookahead, device=tokens.device)).clamp(max=width - 1)
-        return Draft(tokens.gather(1, place), torch.where(found & step.emits, count, 0))
+        return Draft(tokens.gather(1, place), torch.where(step.emits, count, 0))
