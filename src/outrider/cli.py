@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from outrider import __version__
+from outrider.bench.options import speculative_from
 from outrider.config import SpeculativeConfig
 from outrider.console import (
     Consoles,
@@ -27,8 +28,7 @@ from outrider.console import (
     show_note,
 )
 from outrider.conversation import Conversation, converse
-from outrider.drafters.base import drafters
-from outrider.llm import DEFAULT_DIRECTORY, LLM, Prompt
+from outrider.llm import LLM, Prompt
 from outrider.measure import NUM_TIMED_RUNS, Comparison, Question, Run, compare, method_of, run
 from outrider.sampling_params import SamplingParams
 
@@ -157,30 +157,11 @@ def resolve_speculation(
     given = [name for name, value in options.items() if value is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} contradict each other: give one of them")
-    if speculative_config is not None:
-        values = _parse_speculative_config(speculative_config)
-    elif draft is not None:
-        values = {"method": draft} if draft in drafters else {"model": draft}
-    elif model is None and not no_draft:
-        values = {"model": str(DEFAULT_DIRECTORY / "drafter")}
-    elif num_tokens is not None:
-        raise ValueError("--num-speculative-tokens needs a drafter: add --draft, or leave it out")
-    else:
+    if no_draft:
         return None
-    if num_tokens is not None:
-        values["num_speculative_tokens"] = num_tokens
-    return SpeculativeConfig.from_dict(values)
-
-
-def _parse_speculative_config(text: str) -> dict[str, Any]:
-    example = """write it like '{"method": "ngram", "num_speculative_tokens": 5}'"""
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"--speculative-config is not valid JSON ({error}): {example}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"--speculative-config must be a JSON object, not {text}: {example}")
-    return values
+    if num_tokens is not None and model is not None and not given:
+        raise ValueError("--num-speculative-tokens needs a drafter: add --draft, or leave it out")
+    return speculative_from(model, draft, speculative_config, num_tokens)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

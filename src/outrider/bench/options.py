@@ -59,7 +59,7 @@ def _parse(text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"--speculative-config is not JSON ({error}); write it like {example}") from error
+        raise ValueError(f"--speculative-config is not valid JSON ({error}); write it like {example}") from error
     if not isinstance(values, dict):
         raise ValueError(f"--speculative-config must be a JSON object, not {text}; write it like {example}")
     return values
