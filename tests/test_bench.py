@@ -96,7 +96,7 @@ def test_which_drafter_the_options_name() -> None:
     embedded = speculative_from(None, None, None, None)
     assert embedded is not None
     assert str(embedded.model).endswith("drafter")
-    for draft, config, reason in [("a", "{}", "both"), (None, "{", "not JSON"), (None, "[]", "JSON object")]:
+    for draft, config, reason in [("a", "{}", "both"), (None, "{", "not valid JSON"), (None, "[]", "JSON object")]:
         with pytest.raises(ValueError, match=reason):
             speculative_from("model", draft, config, None)
 
