@@ -180,7 +180,7 @@ def test_the_chat_template_is_used_unless_told_otherwise(target: str) -> None:
         (["hi", "--speculative-config", "{method: ngram}"], "not valid JSON"),
         (["hi", "--speculative-config", "[1]"], "must be a JSON object"),
         (["hi", "--speculative-config", '{"methd": "ngram"}'], "does not know methd"),
-        (["hi", "--speculative-config", '{"method": "oracle"}'], "unknown speculative method 'oracle'"),
+        (["hi", "--speculative-config", '{"method": "psychic"}'], "unknown speculative method 'psychic'"),
         (["hi", "--speculative-config", '{"method": "ngram", "prompt_lookup_min": "x"}'], "prompt_lookup_min"),
         (["hi", "--speculative-config", '{"model": 5}'], "must be a name or a path"),
         (["hi", "--speculative-config", '{"model": "x", "taps": 5}'], "taps must be"),
