@@ -9,6 +9,7 @@ from harness import Harness, load_target
 
 from outrider.kernels import native
 from outrider.layers import block
+from outrider.layers.packing import pack_weights
 
 
 @pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
@@ -22,6 +23,23 @@ def test_one_call_has_the_same_bits(
     monkeypatch.setattr(block, "use_native", lambda x: False)
     apart = Harness(target).run(prompts, 4)
     for (logits, taps), (expected_logits, expected_taps) in zip(whole, apart, strict=True):
+        assert torch.equal(logits, expected_logits)
+        assert torch.equal(taps, expected_taps)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+def test_packed_weights_have_the_same_bits(target_path: Callable[..., Path]) -> None:
+    target = load_target(target_path("qwen2"))
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    prompts = [list(range(10, 40)), [7, 8, 9]]
+    plain = Harness(target).run(prompts, 4)
+    with torch.inference_mode():
+        assert pack_weights(target) == 0, "too small to be worth it"
+        assert pack_weights(target, min_bytes=0) == 4 * target.num_layers + 1
+    packed = Harness(target).run(prompts, 4)
+    for (logits, taps), (expected_logits, expected_taps) in zip(packed, plain, strict=True):
         assert torch.equal(logits, expected_logits)
         assert torch.equal(taps, expected_taps)
 
