@@ -66,16 +66,17 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("method", [*METHODS, "oracle"])
+@pytest.mark.parametrize("family", ["llama", "smollm2", "mistral", "qwen2_window", "qwen3"])
 def test_every_way_of_batching(
-    method: str, way: str, params: SamplingParams, target_path: Callable[..., Path], tmp_path: Path
+    family: str, method: str, way: str, params: SamplingParams, target_path: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path, prompts = target_path("llama"), make_prompts(16)
+    path, prompts = target_path(family), make_prompts(16)
     # the same prompts again, longer: their beginnings are in the cache
     again = [prompt + prompt for prompt in prompts[:6]]
     expected = [plain(path, prompts, params), plain(path, again, params)]
     Oracle.truth = [p + e for p, e in zip(prompts + again, expected[0] + expected[1], strict=True)]
     options = {**SMALL, **WAYS[way]}
-    settings = drafter_settings(method, tmp_path, target_path, "llama")
+    settings = drafter_settings(method, tmp_path, target_path, family)
     if way == "preemption":
         with LLM(path, settings, **options) as llm:
             options["kv_cache_memory"] = llm.budget.page_bytes * 40
