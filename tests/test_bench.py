@@ -214,10 +214,9 @@ def test_llama3_factors_of_a_gguf_file_are_applied(target_path: Callable[..., Pa
 def test_missing_peers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    opened, notes = open_peers(["llama-cpp-python", "onnxruntime-genai"], options(tmp_path / "model.gguf"))
+    opened, notes = open_peers(["llama-cpp-python"], options(tmp_path / "model.gguf"))
     assert opened == []
     assert "pip install llama-cpp-python" in notes[0]
-    assert "ONNX" in notes[1]
     (note,) = open_peers(["llama.cpp"], options(tmp_path))[1]
     assert ".gguf files only" in note
     with pytest.raises(ValueError, match="pip install transformers"):

@@ -222,14 +222,3 @@ class LlamaCpp(Peer):
 
     def close(self) -> None:
         self.model.close()
-
-
-@peers.register("onnxruntime-genai")
-class OnnxRuntime(Peer):
-    """Named so that asking for it gets an answer: it reads ONNX exports alone, never the weights the others read."""
-
-    name = "onnxruntime-genai"
-
-    @classmethod
-    def open(cls, options: PeerOptions) -> Self:
-        raise PeerUnavailable(f"it reads ONNX exports only, and {options.model} is none")
