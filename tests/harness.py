@@ -12,7 +12,6 @@ from outrider.engine.loader import build_target, load_weights
 from outrider.engine.request import Request
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Work
-from outrider.layers.cached import cached_layers
 from outrider.models.base import Target
 from outrider.sampling_params import SamplingParams
 
@@ -29,8 +28,9 @@ class Harness:
     def __init__(self, target: Target, max_len: int = 128, page_size: int = 4, num_slots: int = 3) -> None:
         self.target = target
         pages = -(-max_len // page_size)
-        shape = CacheShape(num_slots * pages + 1, page_size, num_slots, max_len, 0, target.hidden_size)
-        self.cache = Cache(shape, cached_layers(target), torch.device("cpu"), torch.float32)
+        axes = target.num_position_axes
+        shape = CacheShape(num_slots * pages + 1, page_size, num_slots, max_len, 0, target.hidden_size, num_axes=axes)
+        self.cache = Cache(shape, [target], torch.device("cpu"), torch.float32)
         self.runner = Runner(self.cache, target.vocab_size, torch.device("cpu"))
         order = torch.randperm(num_slots * pages, generator=torch.Generator().manual_seed(7)) + 1
         self.pages = order.view(num_slots, pages).tolist()

@@ -1,6 +1,7 @@
 """Tiny random checkpoints for tests. Every parameter is random: a default init hides norm and bias bugs."""
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,35 +31,305 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True, "head_dim": 24}),
-    "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
-    "llama_yarn": ("Llama", {"rope_parameters": YARN_ROPE}),
-    "smollm2": ("Llama", {"tie_word_embeddings": True, "rope_theta": 100000.0, "num_attention_heads": 2}),
-    "mistral": ("Mistral", {"sliding_window": 8}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2_window": (
+GEMMA3 = {
+    "head_dim": 16,
+    "num_hidden_layers": 6,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+GEMMA4 = {
+    "head_dim": 16,
+    "num_hidden_layers": 6,
+    "sliding_window": 8,
+    "global_head_dim": 32,
+    "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA4_DENSE = {**GEMMA4, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+GEMMA4_MOE = {
+    **GEMMA4_DENSE,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "use_double_wide_mlp": False,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
+SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+}
+GEMMA4_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 8,
+    "position_embedding_size": 64,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+DEEPSEEK_YARN = {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 1.2, "beta_fast": 32, "beta_slow": 1}
+NEMOTRON = {
+    "hybrid_override_pattern": "M-M*ME",
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+    "time_step_min": 1e-20,  # the reference clamps by it in prefill and not in decoding; nothing else clamps
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+    "n_group": 1,
+    "topk_group": 1,
+}
+STEP = {
+    "num_attention_groups": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
+    "rope_theta": [5e6, 1e4, 1e4, 1e4],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 2.0,
+        "original_max_position_embeddings": 64,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 32.0,
+    },
+    "yarn_only_types": ["full_attention"],
+    "sliding_window": 8,
+    "attention_other_setting": {
+        "attention_type": "sliding_attention",
+        "num_attention_heads": 6,
+        "num_attention_groups": 2,
+        "head_dim": 16,
+    },
+    "moe_num_experts": 8,
+    "moe_top_k": 2,
+    "moe_intermediate_size": 32,
+    "share_expert_dim": 32,
+    "moe_layers_enum": "1,2,3",
+    "moe_router_scaling_factor": 3.0,
+    "swiglu_limits": [0.0, 0.0, 0.0, 0.3],
+    "swiglu_limits_shared": [0.4, 0.0, 0.0, 0.2],
+}
+STEP_AROUND = {
+    "vision_config": {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "mlp_ratio": 2.0,
+        "image_size": 56,
+        "patch_size": 14,
+    },
+    "image_token_id": 255,
+}
+QWEN25_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 56,
+    "fullatt_block_indexes": [1],
+}
+QWEN3_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+}
+QWEN_TOKENS = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+MROPE_TURNS = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to make a tiny model of Hugging Face's own."""
+
+    config: str  # the config's class
+    model: str  # the model's class, which is the architecture's name on disk
+    settings: dict[str, Any] = field(default_factory=dict)
+    nested: dict[str, Any] | None = None  # a multimodal config around the text's: its other settings
+    architecture: str | None = None  # where the reference goes by another name than the published checkpoints
+
+    @property
+    def registered(self) -> str:
+        return self.architecture or self.model
+
+
+def _causal(name: str, settings: dict[str, Any] | None = None, config: str | None = None) -> Family:
+    return Family(config or f"{name}Config", f"{name}ForCausalLM", settings or {})
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": _causal("Llama"),
+    "llama3": _causal(
+        "Llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True, "head_dim": 24}
+    ),
+    "llama_linear": _causal(
+        "Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}
+    ),
+    "llama_yarn": _causal("Llama", {"rope_parameters": YARN_ROPE}),
+    "smollm2": _causal("Llama", {"tie_word_embeddings": True, "rope_theta": 100000.0, "num_attention_heads": 2}),
+    "mistral": _causal("Mistral", {"sliding_window": 8}),
+    "qwen2": _causal("Qwen2"),
+    "qwen2_window": _causal(
         "Qwen2",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "tie_word_embeddings": True},
     ),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3": _causal("Qwen3", {"head_dim": 16}),
+    "qwen3_moe": _causal(
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": True,
+        },
+    ),
+    "gpt_oss": _causal(
+        "GptOss",
+        {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {**YARN_ROPE, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VLForConditionalGeneration",
+        {"rope_parameters": MROPE},
+        {"vision_config": QWEN25_VISION, **QWEN_TOKENS},
+    ),
+    "qwen3_vl": Family(
+        "Qwen3VLConfig",
+        "Qwen3VLForConditionalGeneration",
+        {"head_dim": 16, "rope_parameters": MROPE_TURNS},
+        {"vision_config": QWEN3_VISION, **QWEN_TOKENS},
+    ),
+    "gemma3": _causal("Gemma3", GEMMA3, "Gemma3TextConfig"),
+    "gemma3_softcap": _causal("Gemma3", {**GEMMA3, "final_logit_softcapping": 2.0}, "Gemma3TextConfig"),
+    "gemma3_vision": Family(
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        GEMMA3,
+        {
+            "vision_config": SIGLIP,
+            "mm_tokens_per_image": 4,
+            "image_token_index": 250,
+            "boi_token_index": 251,
+            "eoi_token_index": 252,
+        },
+    ),
+    "gemma4": _causal("Gemma4", GEMMA4, "Gemma4TextConfig"),
+    "gemma4_dense": _causal("Gemma4", GEMMA4_DENSE, "Gemma4TextConfig"),
+    "gemma4_moe": _causal("Gemma4", GEMMA4_MOE, "Gemma4TextConfig"),
+    "gemma4_vision": Family(
+        "Gemma4Config",
+        "Gemma4ForConditionalGeneration",
+        GEMMA4,
+        {
+            "vision_config": GEMMA4_VISION,
+            "audio_config": None,
+            "image_token_id": 250,
+            "video_token_id": 251,
+            "audio_token_id": 252,
+        },
+    ),
+    "nemotron_h": _causal("NemotronH", NEMOTRON),
+    "nemotron_h_latent": _causal(
+        "NemotronH", {**NEMOTRON, "hybrid_override_pattern": "ME*E", "moe_latent_size": 32, "n_group": 2}
+    ),
+    "deepseek_v2": _causal(
+        "DeepseekV2", {**DEEPSEEK, "topk_method": "group_limited_greedy", "rope_parameters": DEEPSEEK_YARN}
+    ),
+    "deepseek_v2_lite": _causal("DeepseekV2", {**DEEPSEEK, "topk_method": "greedy", "q_lora_rank": None}),
+    "deepseek_v3": _causal("DeepseekV3", {**DEEPSEEK, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v3_no_yarn": _causal("DeepseekV3", {**DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False}),
+    "step3p5": Family(
+        "Step3p7Config", "Step3p7ForConditionalGeneration", STEP, STEP_AROUND, architecture="Step3p5ForCausalLM"
+    ),
+    "step3p7": Family("Step3p7Config", "Step3p7ForConditionalGeneration", STEP, STEP_AROUND),
 }
 
 
 def randomise(module: torch.nn.Module, seed: int = 0, scale: float = 0.15) -> None:
+    """Every parameter and every stored buffer."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in sorted(module.named_parameters()):
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in name else scale * noise)
+        for name, tensor in sorted(module.state_dict().items()):
+            noise = torch.randn(tensor.shape, generator=generator)
+            around_one = "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale"))
+            tensor.copy_(1 + 0.3 * noise if around_one else scale * noise)
 
 
 def reference(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
     """A tiny random model of Hugging Face's own."""
-    name, settings = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings, **overrides})
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    kind = FAMILIES[family]
+    settings = {**COMMON, **kind.settings, **overrides}
+    if "hybrid_override_pattern" in settings:  # which says how many layers there are
+        del settings["num_hidden_layers"]
+    config_class = getattr(transformers, kind.config)
+    if kind.nested is None:
+        config = config_class(**settings)
+    else:
+        tied = settings.get("tie_word_embeddings", False)
+        config = config_class(text_config=settings, tie_word_embeddings=tied, **kind.nested)
+    model = getattr(transformers, kind.model)(config).eval()
     randomise(model, seed)
     model.tie_weights()
     return model
@@ -66,6 +337,10 @@ def reference(family: str, seed: int = 0, **overrides: Any) -> transformers.PreT
 
 def save_target(directory: Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
     reference(family, seed, **overrides).save_pretrained(directory)
+    kind = FAMILIES[family]
+    if kind.architecture is not None:  # config.json as it is published, not as the reference would write it
+        settings = {**COMMON, **kind.settings, **overrides, "architectures": [kind.architecture]}
+        (directory / "config.json").write_text(json.dumps(settings))
     return directory
 
 

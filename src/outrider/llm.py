@@ -17,7 +17,6 @@ from outrider.engine.engine import Engine
 from outrider.engine.loader import Progress, build_drafter, build_target, building, load_weights
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
 from outrider.engine.request import Request, TextStream
-from outrider.layers.cached import cached_layers
 from outrider.layers.packing import pack_weights
 from outrider.models.base import Target
 from outrider.outputs import RequestOutput
@@ -300,9 +299,8 @@ def _load(config: EngineConfig, progress: Progress | None) -> tuple[Engine, Budg
 
 
 def _demand(target: Target, drafter: Drafter | None) -> Demand:
-    layers = cached_layers(target) + (cached_layers(drafter) if drafter is not None else [])
     return Demand(
-        layers=layers,
+        models=[target] if drafter is None else [target, drafter],
         tap_width=len(drafter.taps) * target.hidden_size if drafter is not None else 0,
         itemsize=next(target.parameters()).element_size(),
         lookahead=drafter.lookahead if drafter is not None else 0,

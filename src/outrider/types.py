@@ -3,12 +3,12 @@ T rows, B requests, K draft tokens, J = K + 1 judged rows, H hidden size, V voca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 NULL_PAGE = 0  # a page nobody owns: rows that must not be remembered are written there
@@ -40,7 +40,30 @@ class Paged:
         return self.num_heads * (self.head_dim + self.value_dim) * itemsize
 
 
-CacheSpec = Paged
+@dataclass(frozen=True)
+class Latent:
+    """One vector for every token, in pages: all heads' key, and in its first `value_dim` places their value too."""
+
+    dim: int
+    value_dim: int
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        return self.dim * itemsize
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """States of fixed size, float32, that every token changes for good. There is no going back in them, so the
+    states after each row that may turn out to be the last are kept, side by side, until the verdict."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def bytes_per_state(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes) * 4
+
+
+CacheSpec = Paged | Latent
 
 
 @dataclass(frozen=True)
@@ -48,7 +71,7 @@ class Weight:
     """Where a parameter comes from: tensors of the checkpoint, and how they become one."""
 
     names: tuple[str, ...]
-    combine: Callable[[list[Tensor]], Tensor] = torch.cat
+    combine: Callable[[list[Tensor]], Tensor] | None = None  # None: one below the other
 
 
 @dataclass
@@ -59,6 +82,23 @@ class SlotState:
     lengths: Tensor  # [S] number of committed tokens
     computed: Tensor  # [S] number of tokens whose keys and values are in the cache
     draft_count: Tensor  # [S] draft tokens that follow the committed ones
+    kept_state: Tensor  # [S] which of the recurrent states kept in the last round is the true one
+    positions: Tensor | None = None  # [S, 3, W] rotary positions where they are not the index: time, height, width
+
+    def positions_at(self, slots: Tensor, indices: Tensor) -> Tensor:
+        """Rotary positions of cache indices [..., T]: the same, or [..., 3, T]."""
+        if self.positions is None:
+            return indices
+        return self.positions[slots, :, indices.clamp(min=0)].movedim(-1, -2)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What recurrent layers need to know of a pass: where each request goes on from, and what must be kept."""
+
+    read: Tensor  # [B] which of the kept states
+    rows: Tensor  # [B, E] rows of the pass whose state is kept, in places first, first + 1, ...
+    first: int = 0
 
 
 @dataclass
@@ -89,7 +129,7 @@ class Batch:
     """Device view of one forward pass: rows of several requests, one after the other."""
 
     input_ids: Tensor  # [T]
-    positions: Tensor  # [T] rotary positions
+    positions: Tensor  # [T] rotary positions, or [3, T]
     indices: Tensor  # [T] cache index of each row; a row sees the keys up to its own index
     query_start: Tensor  # [B + 1] int32, first row of each request
     request: Tensor  # [T] which request of the batch a row belongs to
@@ -100,6 +140,8 @@ class Batch:
     max_len: int  # no index of this batch reaches it
     max_rows: int  # the most rows any request has
     first_key: int = 0  # the first cache index that holds anything
+    recurrence: Recurrence | None = None
+    blocks: tuple[Tensor, Tensor] | None = None  # begin and end [T]: indices a row sees besides those before it
     memo: dict[Any, Any] = field(default_factory=dict)  # what layers share within the pass, e.g. rotary tables
 
 

@@ -49,7 +49,7 @@ def test_against_the_obvious_loop(texts: list[list[int]], shortest: int, extra: 
     slots = torch.arange(len(texts))
     width = int(lengths.max())
     batch = Batch(zeros, zeros, zeros, zeros.int(), slots, slots, zeros.int(), zeros, 4, width - 1, 1)
-    state = SlotState(table, lengths, zeros, zeros)
+    state = SlotState(table, lengths, zeros, zeros, zeros)
     emits = torch.ones(len(texts), dtype=torch.bool)
     sampling = None
     step = Step(batch, zeros, zeros, zeros, zeros, emits, sampling, state, depth)  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ def test_every_row_is_judged_by_its_own_prefix(text: list[int], bad_words: list[
     )
     prompt_len = 3
     sampling = sampling_for(params, prompt_len, end_ids=frozenset([2]), bad_words=bad_words)
-    state = SlotState(torch.tensor([[*text, 0]]), *(torch.zeros(1, dtype=torch.long) for _ in range(3)))
+    state = SlotState(torch.tensor([[*text, 0]]), *(torch.zeros(1, dtype=torch.long) for _ in range(4)))
     rows = torch.arange(len(text))
     zeros = torch.zeros(len(text), dtype=torch.long)
     batch = Batch(zeros, rows, rows, zeros.int(), zeros, torch.tensor([0]), zeros.int(), zeros, 4, len(text), len(text))

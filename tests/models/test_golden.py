@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -14,8 +15,15 @@ LENGTHS = (40, 23, 31)  # longer than every window
 
 
 def test_every_registered_target_has_a_family_here() -> None:
-    covered = {f"{name}ForCausalLM" for name, _ in tiny.FAMILIES.values()}
+    covered = {family.registered for family in tiny.FAMILIES.values()}
     assert covered == set(targets), "add a tiny config to tests/tiny.py for the new target"
+
+
+def stream_readers(model: Any) -> list[torch.nn.Module]:
+    """The modules whose input is the residual stream: every layer, and the final norm."""
+    text = model.model.language_model if "language_model" in dict(model.model.named_children()) else model.model
+    children = dict(text.named_children())
+    return [*children["layers"], children.get("norm_f", children.get("norm"))]
 
 
 @pytest.mark.parametrize("chunk", [100, 7, 1])
@@ -28,11 +36,11 @@ def test_logits_and_taps(family: str, chunk: int, target_path: Callable[..., Pat
     for prompt, (logits, taps) in zip(prompts, results, strict=True):
         # hooks, not output_hidden_states: transformers' last hidden state comes after the final norm
         streams: list[torch.Tensor] = []
-        hooks = [
-            layer.register_forward_pre_hook(lambda _, args, kept=streams: kept.append(args[0][0]))
-            for layer in model.model.layers
-        ]
-        hooks.append(model.model.norm.register_forward_pre_hook(lambda _, args, kept=streams: kept.append(args[0][0])))
+
+        def keep(_: torch.nn.Module, args: tuple[Any, ...], named: dict[str, Any], kept: Any = streams) -> None:
+            kept.append((args[0] if args else named["hidden_states"])[0])
+
+        hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in stream_readers(model)]
         with torch.no_grad():
             expected = model(input_ids=torch.tensor([prompt])).logits[0]
         for hook in hooks:

@@ -14,7 +14,7 @@ from outrider.config import SpeculativeConfig
 from outrider.kernels.sampling import choose
 from outrider.models.base import Target
 from outrider.registry import Registry
-from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
+from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Recurrence, Resolved, Step, Verdict, Weight
 
 drafters: Registry[type[Drafter]] = Registry("speculative method")
 
@@ -42,6 +42,10 @@ class Drafter(nn.Module):
     def weights(self) -> dict[str, Weight]:
         return {}
 
+    def canonical(self, name: str) -> str:
+        """The name under which weights() and ignores() know a tensor of the checkpoint."""
+        return name
+
     def ignores(self, name: str) -> bool:
         """Whether a tensor of the checkpoint carries nothing this drafter needs."""
         return False
@@ -62,11 +66,14 @@ class Extension:
     last: Tensor  # [B]
 
 
-def extend(step: Step, first_key: int = 0) -> Extension:
+def extend(step: Step, first_key: int = 0, lag: int = 0) -> Extension:
     """One row for every token of the pass and one more: cache indices start .. start + num_rows.
 
     The first of them was written before, from the same inputs (or never, after a prefix hit: then this is where it
-    is made up for). The last is the newest token. Rows of rejected drafts are written to the dump.
+    is made up for). The last is the newest token. Rows of rejected drafts are written to the dump. A row's rotary
+    position is that of the token `lag` places before it. Recurrent layers start from before the first row, and keep
+    the states before and after the newest token: the next extension starts from the former, the draft goes on from
+    the latter.
     """
     batch, state = step.batch, step.state
     num_requests = len(batch.slots)
@@ -76,10 +83,11 @@ def extend(step: Step, first_key: int = 0) -> Extension:
     indices = step.starts[request] + torch.arange(total, device=request.device) - query_start[request]
     lengths = state.lengths[batch.slots]
     known = (indices >= first_key) & (indices < lengths[request])
+    last = query_start[:-1] + torch.minimum(lengths - 1 - step.starts, step.num_rows)
     rows = replace(
         batch,
         input_ids=state.tokens[batch.slots[request], indices],
-        positions=indices,
+        positions=_positions(step, batch.slots[request], indices, lag),
         indices=indices,
         query_start=query_start.int(),
         request=request,
@@ -87,9 +95,10 @@ def extend(step: Step, first_key: int = 0) -> Extension:
         max_len=batch.max_len + 1,
         max_rows=batch.max_rows + 1,
         first_key=first_key,
+        blocks=None,
+        recurrence=Recurrence(torch.zeros_like(last), torch.stack([last - 1, last], dim=1)),
         memo={},
     )
-    last = query_start[:-1] + torch.minimum(lengths - 1 - step.starts, step.num_rows)
     return Extension(rows, last)
 
 
@@ -104,12 +113,12 @@ def shifted(hidden: Hidden, extension: Extension, step: Step) -> Tensor:
     return source[torch.where(offset == 0, request, before)]
 
 
-def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0) -> Batch:
+def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag: int = 0) -> Batch:
     """One row per request, `ahead` places after the newest committed token."""
     batch = step.batch
     rows = batch.memo.get("ahead")
     if rows is None:
-        rows = batch.memo["ahead"] = _rows_ahead(step)
+        rows = batch.memo["ahead"] = _rows_ahead(step, lag)
     return replace(
         rows,
         input_ids=tokens,
@@ -118,11 +127,13 @@ def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0) -> B
         write_locations=rows.write_locations[ahead],
         max_len=batch.max_len + 1 + ahead,
         first_key=first_key,
+        blocks=None,
+        recurrence=Recurrence(torch.full_like(rows.request, ahead), rows.request[:, None], first=ahead + 1),
         memo={},
     )
 
 
-def _rows_ahead(step: Step) -> Batch:
+def _rows_ahead(step: Step, lag: int) -> Batch:
     """What single_rows() takes apart: the rows of all places at once, [depth, B]."""
     batch = step.batch
     request = torch.arange(len(batch.slots), device=batch.slots.device)
@@ -131,7 +142,7 @@ def _rows_ahead(step: Step) -> Batch:
     return replace(
         batch,
         input_ids=request,
-        positions=indices,
+        positions=_positions(step, batch.slots, indices, lag),
         indices=indices,
         query_start=torch.arange(len(request) + 1, dtype=torch.int32, device=request.device),
         request=request,
@@ -160,6 +171,10 @@ def draft_chain(
 def no_draft(step: Step, lookahead: int) -> Draft:
     count = torch.zeros_like(step.num_drafts)
     return Draft(count[:, None].expand(-1, lookahead), count)
+
+
+def _positions(step: Step, slots: Tensor, indices: Tensor, lag: int) -> Tensor:
+    return step.state.positions_at(slots, (indices - lag).clamp(min=0) if lag else indices)
 
 
 def _locations(batch: Batch, request: Tensor, indices: Tensor, wanted: Tensor) -> Tensor:

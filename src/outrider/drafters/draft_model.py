@@ -46,6 +46,9 @@ class DraftModel(Drafter):
     def weights(self) -> dict[str, Weight]:
         return {f"model.{name}": weight for name, weight in self.model.weights().items()}
 
+    def canonical(self, name: str) -> str:
+        return self.model.canonical(name)
+
     def ignores(self, name: str) -> bool:
         return self.model.ignores(name)
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, draft_chain, drafters, extend, no_draft, shifted, single_rows
 from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, resolve
+from outrider.layers.attention import SelfAttention
 from outrider.layers.block import Block, DecoderBlock, attention_weights, block_weights, mlp_weights
-from outrider.layers.embedding import Embedding, Head
+from outrider.layers.embedding import Embedding, Head, embed_rows
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
@@ -30,7 +31,8 @@ class FusedBlock(Block):
 
     def __init__(self, config: Eagle3Config, rotary: Rotary) -> None:
         shape = replace(config.attention, input_size=2 * config.hidden_size)
-        super().__init__(shape, GatedMLP(config.hidden_size, config.intermediate_size), config.eps, rotary)
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        super().__init__(SelfAttention(shape, rotary), mlp, RMSNorm(config.hidden_size, config.eps))
         self.norm_before_residual = config.norm_before_residual
         self.embedding_norm = RMSNorm(config.hidden_size, config.eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.eps)
@@ -53,7 +55,11 @@ class Eagle3Network(nn.Module):
         self.fc = Linear(width, config.hidden_size, bias=config.fc_bias) if config.use_taps else None
         self.first = FusedBlock(config, rotary)
         self.rest = nn.ModuleList(
-            DecoderBlock(config.attention, GatedMLP(config.hidden_size, config.intermediate_size), config.eps, rotary)
+            DecoderBlock(
+                SelfAttention(config.attention, rotary),
+                GatedMLP(config.hidden_size, config.intermediate_size),
+                config.eps,
+            )
             for _ in range(config.num_layers - 1)
         )
         self.norm = RMSNorm(config.hidden_size, config.eps)
@@ -110,7 +116,7 @@ class Eagle3(Drafter):
     # drafting
 
     def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
-        extension = extend(step, FIRST_KEY)
+        extension = extend(step, FIRST_KEY, lag=1)  # training counted positions by the hidden state
         state = self._features(shifted(hidden, extension, step))
         normed, feedback = self._run(extension.batch, state)
         if not step.depth:
@@ -119,15 +125,13 @@ class Eagle3(Drafter):
 
         def advance(tokens: Tensor, ahead: int) -> Tensor:
             nonlocal feedback
-            normed, feedback = self._run(single_rows(step, ahead, tokens, FIRST_KEY), feedback)
+            normed, feedback = self._run(single_rows(step, ahead, tokens, FIRST_KEY, lag=1), feedback)
             return self.logits(normed)
 
         return draft_chain(step, self.lookahead, self.logits(normed[extension.last]), advance, self.target_ids())
 
     def _run(self, batch: Batch, state: Tensor) -> tuple[Tensor, Tensor]:
-        # The entry stands at its token's index; training counted positions by the hidden state, one less.
-        rows = replace(batch, positions=(batch.indices - 1).clamp(min=0))
-        return self.network(self.embed(batch.input_ids), state, rows)
+        return self.network(embed_rows(self.embed, batch), state, batch)
 
     def _features(self, taps: Tensor) -> Tensor:
         if not self.config.use_taps:  # the target's last state, as its head sees it
@@ -182,6 +186,7 @@ class Eagle3(Drafter):
             "norm.weight": Weight(("norm.weight",)),
         }
         weights |= attention_weights(first.attention, "layers.0.self_attn.", "first.attention.")
+        assert isinstance(first.mlp, GatedMLP)
         weights |= mlp_weights(first.mlp, "layers.0.mlp.", "first.mlp.")
         for number, block in enumerate(network.rest):
             assert isinstance(block, DecoderBlock)

@@ -1,4 +1,5 @@
-"""The device memory of target and drafter: key/value pages, the taps a page keeps for reuse, and the slot tables."""
+"""The device memory of target and drafter: key/value pages, recurrent states, the taps a page keeps for reuse, and
+the slot tables."""
 
 from __future__ import annotations
 
@@ -6,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from outrider.layers.cached import CachedLayer
-from outrider.types import NULL_PAGE, Draft, Hidden, SlotState, Step, Verdict
+from outrider.layers.cached import CachedLayer, RecurrentLayer, cached_layers, recurrent_layers
+from outrider.types import NULL_PAGE, CacheSpec, Draft, Hidden, Latent, SlotState, Step, Verdict
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class CacheShape:
     max_len: int  # the longest a request may grow, drafts included
     num_taps: int
     hidden_size: int
+    lookahead: int = 0  # draft tokens per round at most
+    num_axes: int = 1  # of rotary positions: 3 for M-RoPE
 
     @property
     def pages_per_request(self) -> int:
@@ -31,37 +34,71 @@ def bytes_per_page(layers: Sequence[CachedLayer], page_size: int, tap_width: int
     return sum(layer.spec.bytes_per_token(itemsize) for layer in layers) * page_size + tap_width * itemsize
 
 
+def bytes_per_slot(layers: Sequence[RecurrentLayer], lookahead: int) -> int:
+    """Memory of one slot's recurrent states: one after every row that may be the last."""
+    return sum(layer.spec.bytes_per_state for layer in layers) * (lookahead + 1)
+
+
 class Cache:
     def __init__(
-        self, shape: CacheShape, layers: Sequence[CachedLayer], device: torch.device, dtype: torch.dtype
+        self, shape: CacheShape, models: Sequence[nn.Module], device: torch.device, dtype: torch.dtype
     ) -> None:
+        """Gives memory to every layer of the models (target, and drafter if there is one) that remembers."""
         self.shape = shape
-        self.layers = layers
+        self.layers = [layer for model in models for layer in cached_layers(model)]
+        self.recurrent = [layer for model in models for layer in recurrent_layers(model)]
         self.state = SlotState(
             # one column beyond every index, for masked writes
             tokens=torch.zeros(shape.num_slots, shape.max_len + 1, dtype=torch.long, device=device),
             lengths=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
             computed=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
             draft_count=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
+            kept_state=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
         )
+        if shape.num_axes > 1:
+            width = self.state.tokens.shape[1]
+            self.state.positions = torch.zeros(shape.num_slots, shape.num_axes, width, dtype=torch.long, device=device)
         self.page_table = torch.zeros(shape.num_slots, shape.pages_per_request, dtype=torch.int32, device=device)
         tap_shape = (shape.num_taps, shape.hidden_size)
         self.carry = torch.zeros(shape.num_slots, *tap_shape, dtype=dtype, device=device)  # taps of the last kept row
         self.tails = torch.zeros(shape.num_pages, *tap_shape, dtype=dtype, device=device)  # taps of a page's last row
-        for layer in layers:
-            spec, size = layer.spec, (shape.num_pages, shape.page_size)
-            layer.bind(
-                torch.zeros(*size, spec.num_heads, spec.head_dim, dtype=dtype, device=device),
-                torch.zeros(*size, spec.num_heads, spec.value_dim, dtype=dtype, device=device),
-            )
+        for layer in self.layers:
+            layer.bind(*self._pages(layer.spec, device, dtype))
+        entries = (shape.num_slots, shape.lookahead + 1)
+        for recurrent in self.recurrent:
+            recurrent.bind(tuple(torch.zeros(*entries, *size, device=device) for size in recurrent.spec.shapes))
 
-    def admit(self, slot: int, tokens: Sequence[int], reused: Sequence[int]) -> None:
-        """A request takes a slot: its known tokens, and the pages whose content it reuses."""
+    def _pages(self, spec: CacheSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        size = (self.shape.num_pages, self.shape.page_size)
+        if isinstance(spec, Latent):
+            latent = torch.zeros(*size, 1, spec.dim, dtype=dtype, device=device)
+            return latent, latent[..., : spec.value_dim]
+        return (
+            torch.zeros(*size, spec.num_heads, spec.head_dim, dtype=dtype, device=device),
+            torch.zeros(*size, spec.num_heads, spec.value_dim, dtype=dtype, device=device),
+        )
+
+    def admit(self, slot: int, tokens: Sequence[int], reused: Sequence[int], positions: Tensor | None = None) -> None:
+        """A request takes a slot: its known tokens, and the pages whose content it reuses.
+
+        positions [3, n] are the rotary ones of the first n tokens; what follows counts on from the highest."""
         state = self.state
         state.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
         state.lengths[slot] = len(tokens)
         state.computed[slot] = len(reused) * self.shape.page_size
         state.draft_count[slot] = 0
+        state.kept_state[slot] = 0
+        if state.positions is not None:
+            state.positions[slot] = torch.arange(state.positions.shape[-1])
+            if positions is not None:
+                known = positions.shape[1]
+                state.positions[slot, :, known:] += positions.max() + 1 - known
+                state.positions[slot, :, :known] = positions
+        for layer in self.recurrent:
+            assert layer.states is not None
+            assert not reused, "a recurrent state does not come with a page"
+            for states in layer.states:
+                states[slot, 0] = 0
         self.page_table[slot] = NULL_PAGE
         self.set_pages(slot, 0, reused)
         if reused and self.shape.num_taps:
@@ -80,6 +117,7 @@ class Cache:
         state.tokens[slots[:, None], place] = verdict.tokens
         state.lengths[slots] = lengths + verdict.count
         state.computed[slots] = step.starts + verdict.kept
+        state.kept_state[slots] = verdict.kept - (step.num_rows - step.num_drafts)
         if self.shape.num_taps:
             self._keep_taps(step, hidden, verdict)
 
@@ -105,3 +143,5 @@ class Cache:
     def free(self) -> None:
         for layer in self.layers:
             layer.unbind()
+        for recurrent in self.recurrent:
+            recurrent.unbind()

@@ -19,7 +19,6 @@ from outrider.engine.runner import Runner
 from outrider.engine.sampler import sample
 from outrider.engine.scheduler import Limits, Scheduler, Work
 from outrider.engine.verify import verify
-from outrider.layers.cached import cached_layers
 from outrider.models.base import Target
 from outrider.tokenizer import Tokenizer
 from outrider.types import Draft, Hidden, Step, Verdict
@@ -40,7 +39,6 @@ class Engine:
         self.max_model_len = budget.max_model_len
         self.end_ids: frozenset[int] = frozenset()
         dtype = next(target.parameters()).dtype
-        layers = cached_layers(target) + (cached_layers(drafter) if drafter is not None else [])
         shape = CacheShape(
             num_pages=budget.num_pages,
             page_size=config.page_size,
@@ -48,8 +46,11 @@ class Engine:
             max_len=budget.max_model_len + 1 + self.lookahead,
             num_taps=len(self.taps),
             hidden_size=target.hidden_size,
+            lookahead=self.lookahead,
+            num_axes=target.num_position_axes,
         )
-        self.cache = Cache(shape, layers, config.torch_device, dtype)
+        models = [target] if drafter is None else [target, drafter]
+        self.cache = Cache(shape, models, config.torch_device, dtype)
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
             # every running request must be able to move in every step
@@ -57,7 +58,8 @@ class Engine:
             max_model_len=self.max_model_len,
             page_size=config.page_size,
             lookahead=self.lookahead,
-            prefix_caching=config.enable_prefix_caching,
+            # a page holds keys and values; a recurrent state would have to be recomputed from the start anyway
+            prefix_caching=config.enable_prefix_caching and not self.cache.recurrent,
         )
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages))
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)

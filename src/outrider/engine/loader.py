@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import outrider.drafters
 import outrider.models  # noqa: F401  (registers the targets)
@@ -59,13 +61,19 @@ def load_weights(module: Target | Drafter, checkpoint: Checkpoint, progress: Pro
     weights = module.weights()
     parameters = dict(module.named_parameters())
     assert weights.keys() == parameters.keys(), weights.keys() ^ parameters.keys()
+    actual: dict[str, str] = {}  # names on disk, by the module's own
+    for name in checkpoint.names():
+        other = actual.setdefault(module.canonical(name), name)
+        if other != name:
+            raise ValueError(f"{checkpoint.path} holds {other} and {name}, which are the same weight: remove one")
     used = {name for weight in weights.values() for name in weight.names}
-    present = set(checkpoint.names())
+    present = set(actual)
     _complain(checkpoint, "lacks", used - present, "the download is incomplete or the architecture is another")
-    surplus = {name for name in present - used if not module.ignores(name)}
+    surplus = {actual[name] for name in present - used if not module.ignores(name)}
     _complain(checkpoint, "has, but nothing uses,", surplus, "the config.json does not describe these weights")
     for done, (name, weight) in enumerate(weights.items()):
-        _fill(parameters[name], checkpoint, name, weight)
+        stored = replace(weight, names=tuple(actual[source] for source in weight.names))
+        _fill(parameters[name], checkpoint, name, stored)
         if progress is not None:
             progress(str(checkpoint.path), done + 1, len(weights))
 
@@ -73,21 +81,37 @@ def load_weights(module: Target | Drafter, checkpoint: Checkpoint, progress: Pro
 def _fill(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight) -> None:
     tensors = [checkpoint.tensor(source) for source in weight.names]
     try:
-        combined = weight.combine(tensors) if len(tensors) > 1 else tensors[0]
+        combined = _combined(weight, tensors)
     except RuntimeError as error:
-        shapes = {source: tuple(tensor.shape) for source, tensor in zip(weight.names, tensors, strict=True)}
-        raise ValueError(f"{checkpoint.path}: tensors that belong together do not fit: {shapes}") from error
+        misfits = _misfits(weight.names, tensors)
+        raise ValueError(f"{checkpoint.path}: tensors that belong together do not fit: {misfits}") from error
     if combined.shape != parameter.shape:
         raise ValueError(
-            f"{checkpoint.path}: {' + '.join(weight.names)} has shape {tuple(combined.shape)}, but config.json asks "
-            f"for {tuple(parameter.shape)} (parameter {name})"
+            f"{checkpoint.path}: {_listed(weight.names, ' + ')} has shape {tuple(combined.shape)}, but config.json "
+            f"asks for {tuple(parameter.shape)} (parameter {name})"
         )
     with torch.no_grad():
         parameter.copy_(combined)
 
 
+def _combined(weight: Weight, tensors: list[Tensor]) -> Tensor:
+    if weight.combine is not None:
+        return weight.combine(tensors)
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _misfits(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shapes of tensors that do not fit together; of many (experts), only those unlike the most."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
+    ((usual, _),) = Counter(shapes.values()).most_common(1)
+    return shapes if len(shapes) <= 4 else {name: shape for name, shape in shapes.items() if shape != usual}
+
+
+def _listed(names: Sequence[str], between: str) -> str:
+    return between.join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def _complain(checkpoint: Checkpoint, verb: str, names: Iterable[str], remedy: str) -> None:
     listed = sorted(names)
     if listed:
-        more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
-        raise ValueError(f"{checkpoint.path} {verb} tensor {', '.join(listed[:4])}{more}: {remedy}")
+        raise ValueError(f"{checkpoint.path} {verb} tensor {_listed(listed, ', ')}: {remedy}")

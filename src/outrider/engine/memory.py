@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from outrider.config import EngineConfig
-from outrider.engine.cache import bytes_per_page
-from outrider.layers.cached import CachedLayer
+from outrider.engine.cache import bytes_per_page, bytes_per_slot
+from outrider.layers.cached import cached_layers, recurrent_layers
 
 CACHE_SHARE = 0.5  # of the memory that is free after the weights, on a CPU that others use too
 CACHE_SHARE_CUDA = 0.9
@@ -24,10 +24,11 @@ class Budget:
     page_bytes: int
     num_pages: int
     max_model_len: int
+    state_bytes: int = 0  # recurrent states of all slots
 
     @property
     def cache_bytes(self) -> int:
-        return self.page_bytes * self.num_pages
+        return self.page_bytes * self.num_pages + self.state_bytes
 
     def describe(self) -> str:
         return (
@@ -40,11 +41,19 @@ class Budget:
 class Demand:
     """What will be asked of the memory."""
 
-    layers: Sequence[CachedLayer]
+    models: Sequence[nn.Module]
     tap_width: int
     itemsize: int
     lookahead: int
     model_max_len: int
+
+    def slot_bytes(self) -> int:
+        layers = [layer for model in self.models for layer in recurrent_layers(model)]
+        return bytes_per_slot(layers, self.lookahead)
+
+    def page_bytes(self, page_size: int) -> int:
+        layers = [layer for model in self.models for layer in cached_layers(model)]
+        return bytes_per_page(layers, page_size, self.tap_width, self.itemsize)
 
 
 def parameter_bytes(*modules: nn.Module | None) -> int:
@@ -57,14 +66,16 @@ def parameter_bytes(*modules: nn.Module | None) -> int:
 
 def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int) -> Budget:
     """How many pages there will be, or a ValueError with the numbers if a request cannot fit."""
-    page_bytes = bytes_per_page(demand.layers, config.page_size, demand.tap_width, demand.itemsize)
-    free = free_bytes(config.torch_device)
+    page_bytes = demand.page_bytes(config.page_size)
+    state_bytes = demand.slot_bytes() * config.max_num_seqs
+    free = free_bytes(config.torch_device) - state_bytes
     share = CACHE_SHARE if config.torch_device.type == "cpu" else CACHE_SHARE_CUDA
     room = int((free - weight_bytes) * share) if config.kv_cache_memory is None else config.kv_cache_memory
     if weight_bytes + (config.kv_cache_memory or page_bytes) > free:
         raise ValueError(
             f"the weights of target and drafter need {gib(weight_bytes)} and the cache at least "
-            f"{gib(config.kv_cache_memory or page_bytes)}, but {gib(free)} are free on {config.torch_device}"
+            f"{gib(config.kv_cache_memory or page_bytes)}, but {gib(max(free, 0))} are free on {config.torch_device}"
+            + (f" beside {gib(state_bytes)} of recurrent states: lower max_num_seqs" if state_bytes else "")
         )
     longest = config.max_model_len or demand.model_max_len
 
@@ -82,7 +93,7 @@ def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int) -> Budg
         longest = fitting
     if config.kv_cache_memory is None:  # all that can run at once, and room for prefixes that may come again
         possible = min(possible, max(config.max_num_seqs, MIN_REQUESTS) * pages(longest))
-    return Budget(weight_bytes, page_bytes, possible + 1, longest)
+    return Budget(weight_bytes, page_bytes, possible + 1, longest, state_bytes)
 
 
 def free_bytes(device: torch.device) -> int:

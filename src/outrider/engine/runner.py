@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.engine.cache import Cache
 from outrider.engine.sampler import sampling_of
 from outrider.engine.scheduler import Work
-from outrider.types import Batch, Sampling, Step
+from outrider.types import Batch, Recurrence, Sampling, Step
 
 
 def write_locations(page_table: Tensor, request: Tensor, indices: Tensor, page_size: int) -> Tensor:
@@ -39,9 +39,13 @@ class Runner:
         starts = state.computed[slots]
         indices = starts[request] + torch.arange(total, device=self.device) - query_start[request]
         page_table = cache.page_table[slots]
+        judged = 1 + max(work.num_drafts for work in plan)
+        first = query_start[1:] - 1 - num_drafts  # the row of the last known token
+        column = torch.arange(judged, device=self.device)
+        logit_rows = torch.minimum(first[:, None] + column, query_start[1:, None] - 1)
         batch = Batch(
             input_ids=state.tokens[slots[request], indices],
-            positions=indices,
+            positions=state.positions_at(slots[request], indices),
             indices=indices,
             query_start=query_start.int(),
             request=request,
@@ -51,15 +55,13 @@ class Runner:
             page_size=page_size,
             max_len=max(work.start + work.num_rows for work in plan),
             max_rows=max(work.num_rows for work in plan),
+            recurrence=Recurrence(state.kept_state[slots], logit_rows) if cache.recurrent else None,
         )
-        judged = 1 + max(work.num_drafts for work in plan)
-        first = query_start[1:] - 1 - num_drafts  # the row of the last known token
-        column = torch.arange(judged, device=self.device)
         return Step(
             batch=batch,
             starts=starts,
             num_rows=num_rows,
-            logit_rows=torch.minimum(first[:, None] + column, query_start[1:, None] - 1),
+            logit_rows=logit_rows,
             num_drafts=num_drafts,
             emits=torch.tensor([work.emits for work in plan], device=self.device),
             sampling=self._sampling_of(plan),

@@ -1,10 +1,14 @@
-"""Gated activations: act(gate) * up, with gate and up side by side in one tensor."""
+"""Activations: act(gate) * up, with gate and up side by side in one tensor, and the squared ReLU that has no gate."""
+
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels import native
 from outrider.kernels.dispatch import use_native
+
+Activation = Callable[[Tensor], Tensor]
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
@@ -17,3 +21,33 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if use_native(gate_up):
         return native.silu_mul(gate_up)
     return silu_mul_reference(gate_up)
+
+
+def gelu_tanh_mul_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 I] -> [T, I]."""
+    if use_native(gate_up):
+        return native.gelu_tanh_mul(gate_up)
+    return gelu_tanh_mul_reference(gate_up)
+
+
+def clamped_silu_mul(limit: float) -> Activation:
+    """min(silu(gate), limit) * up within +-limit."""
+
+    def activate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+    return activate
+
+
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+# by the names that config.json uses
+GATED: dict[str, Activation] = {"silu": silu_mul, "swish": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}

@@ -3,7 +3,7 @@
 typedef struct {
     const float *query, *sinks;
     const int32_t *page_table, *query_start;
-    const int64_t *indices, *block_end;
+    const int64_t *indices, *block_begin, *block_end;
     float *out;
     long num_requests, table_width, num_query_heads, first_key, window, num_threads;
     double scale, softcap;
@@ -56,7 +56,9 @@ static query_tile find_tile(const attention_work *work, long number) {
     tile.least = INT64_MAX;
     for (long r = 0; r < tile.num_rows; r++) {
         long index = work->indices[tile.row + r];
-        tile.lower[r] = larger(work->first_key, work->window > 0 ? larger(0, index - work->window + 1) : 0);
+        long least = work->window > 0 ? larger(0, index - work->window + 1) : 0;
+        if (work->block_begin) least = smaller(least, work->block_begin[tile.row + r]);
+        tile.lower[r] = larger(work->first_key, least);
         tile.upper[r] = (work->block_end ? work->block_end[tile.row + r] : index) + 1;
         if (tile.upper[r] <= tile.lower[r]) continue;
         tile.least = smaller(tile.least, tile.lower[r]);
@@ -163,7 +165,7 @@ INLINE void fetch(const float *p, long count) {
 static void find_rows(const attention_work *work, const query_tile *tile, const page_view *view, long block, long begin,
                       long end, const float **rows) {
     const int32_t *table = work->page_table + tile->request * work->table_width;
-    long stride = view->num_heads * view->head_dim;
+    long stride = view->row_stride;
     for (long i = begin; i < end;) {
         long key = block * KEY_BLOCK + i, offset = key % view->page_size;
         long page_end = smaller(end, i + view->page_size - offset);

@@ -1,4 +1,5 @@
-"""Attention of a batch's rows over the pages of their requests: causal by cache index, windowed, softcapped."""
+"""Attention of a batch's rows over the pages of their requests: causal by cache index, windowed, softcapped, with
+sinks, and both ways within blocks."""
 
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ class AttentionOptions:
 
 
 def paged_attention_reference(
-    q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, options: AttentionOptions
+    q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, options: AttentionOptions, sinks: Tensor | None = None
 ) -> Tensor:
     """Gathers every request's pages and masks: slow, obvious, on any device without asking the host anything."""
     num_pages = -(-batch.max_len // batch.page_size)
@@ -30,23 +31,33 @@ def paged_attention_reference(
     row = torch.arange(len(q), device=q.device) - batch.query_start[batch.request].long()
     padded = torch.zeros(len(table), batch.max_rows, *q.shape[1:], device=q.device)
     padded[batch.request, row] = q.float()
-    index = torch.full(padded.shape[:2], -1, dtype=torch.long, device=q.device)
-    index[batch.request, row] = batch.indices
+
+    def in_rows(values: Tensor) -> Tensor:
+        return torch.full(padded.shape[:2], -1, dtype=torch.long, device=q.device).index_put(
+            (batch.request, row), values
+        )[..., None]
+
+    index = in_rows(batch.indices)
+    first, last = (index, index) if batch.blocks is None else map(in_rows, batch.blocks)
 
     scores = torch.einsum("brhd,blhd->bhrl", padded, keys) * options.scale
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     key_index = torch.arange(keys.shape[1], device=q.device)
-    seen = (key_index <= index[..., None]) & (key_index >= batch.first_key)  # [B, R, L]
+    seen = (key_index <= last) & (key_index >= batch.first_key)  # [B, R, L]
     if options.window:
-        seen &= key_index > index[..., None] - options.window
+        seen &= (key_index > index - options.window) | (key_index >= first)
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0)  # a row that sees nothing gives zeros
+    if sinks is not None:  # they take weight and bring no value
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., : keys.shape[1]]  # a row that sees nothing gives zeros
     return torch.einsum("bhrl,blhd->brhd", weights, values)[batch.request, row].to(q.dtype)
 
 
-def paged_attention(q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, options: AttentionOptions) -> Tensor:
-    """q [T, heads, D], pages [P, page_size, kv heads, D] twice -> [T, heads, D]."""
+def paged_attention(
+    q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, options: AttentionOptions, sinks: Tensor | None = None
+) -> Tensor:
+    """q [T, heads, D], pages [P, page_size, kv heads, D] and [..., D_v], sinks [heads] -> [T, heads, D_v]."""
     if use_native(q):
         return native.paged_attention(
             q,
@@ -57,6 +68,8 @@ def paged_attention(q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, optio
             options.scale,
             window=options.window,
             softcap=options.softcap,
+            sinks=sinks,
             first_key=batch.first_key,
+            blocks=batch.blocks,
         )
-    return paged_attention_reference(q, pages, batch, options)
+    return paged_attention_reference(q, pages, batch, options, sinks)

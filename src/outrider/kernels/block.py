@@ -15,7 +15,7 @@ from outrider.kernels.packed import Packed
 from outrider.types import Batch
 
 # block_layer and block_call of block.c: eight bytes a field
-_LAYER = struct.Struct("@16q 7q 5q 4d 5q 5q")
+_LAYER = struct.Struct("@16q 7q 5q 4d 6q 6q")
 _CALL = struct.Struct("@11q 6q")
 MATRICES = ("qkv", "output", "gate_up", "down")
 VECTORS = ("qkv_bias", "q_norm", "k_norm", "output_bias", "mlp_norm", "gate_up_bias", "down_bias")

@@ -29,8 +29,8 @@ _LINEAR = struct.Struct("@3q 4q 4q")
 _NORM = struct.Struct("@5q 3q 2d")
 _GATED = struct.Struct("@2q 4q")
 _ARGMAX = struct.Struct("@2q 3q")
-_ROPE = struct.Struct("@7q 8q 5q 5q")
-_ATTENTION = struct.Struct("@7q 6q 2d 5q 5q")
+_ROPE = struct.Struct("@7q 8q 6q 6q")
+_ATTENTION = struct.Struct("@8q 6q 2d 6q 6q")
 _OPERATIONS = ("linear", "rms_norm", "gated", "row_argmax", "rope_write", "paged_attention", "block")
 
 
@@ -220,8 +220,8 @@ def rope_write(
     num_angles, half = cosine.shape
     keys, values = _page_view(key_pages), _page_view(value_pages)
     assert num_angles == num_rows, (cosine.shape, query.shape)
-    assert 2 * half <= dim == keys[4], (cosine.shape, query.shape, key_pages.shape)
-    assert keys[2] == values[2], (key_pages.shape, value_pages.shape)
+    assert 2 * half <= dim == keys[5], (cosine.shape, query.shape, key_pages.shape)
+    assert keys[3] == values[3], (key_pages.shape, value_pages.shape)
     out = query.new_empty(num_rows, num_heads, dim)
     work = _ROPE.pack(
         query.data_ptr(),
@@ -233,8 +233,8 @@ def rope_write(
         out.data_ptr(),
         num_rows,
         _row_stride(query, num_rows, num_heads, dim),
-        _row_stride(key, num_rows, *keys[3:]),
-        _row_stride(value, num_rows, *values[3:]),
+        _row_stride(key, num_rows, *keys[4:]),
+        _row_stride(value, num_rows, *values[4:]),
         num_heads,
         half,
         interleaved,
@@ -258,29 +258,30 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     first_key: int = 0,
-    block_end: Tensor | None = None,
+    blocks: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention of query [T, Hq, D] over key_pages [P, page, Hk, D] and value_pages [P, page, Hk, Dv]: [T, Hq, Dv].
 
     Request b owns rows query_start[b] to query_start[b+1] (int32 [B+1]) and the pages page_table[b] (int32 [B, M]). Row
-    t attends to cache indices first_key to indices[t] (int64 [T]), or to block_end[t] where given, both included, and
-    with a window only to the last `window` up to indices[t]. A row with no keys gives zeros. sinks [Hq] are logits that
-    take weight and bring no value."""
+    t attends to cache indices first_key to indices[t] (int64 [T]), both included, and with a window only to the last
+    `window` of them. Where blocks are given (begin [T] and end [T], int64), it attends to the indices from begin to end
+    as well, its own among them. A row with no keys gives zeros. sinks [Hq] are logits that take weight and bring no
+    value."""
     query = query.contiguous()
     num_rows, num_heads, dim = query.shape
     keys, values = _page_view(key_pages), _page_view(value_pages)
     num_requests, table_width = page_table.shape
-    assert keys[2:4] == values[2:4], (key_pages.shape, value_pages.shape)
-    assert keys[4] == dim, (query.shape, key_pages.shape)
-    assert num_heads % keys[3] == 0, (query.shape, key_pages.shape)
-    out = query.new_empty(num_rows, num_heads, values[4])
+    assert keys[3:5] == values[3:5], (key_pages.shape, value_pages.shape)
+    assert keys[5] == dim, (query.shape, key_pages.shape)
+    assert num_heads % keys[4] == 0, (query.shape, key_pages.shape)
+    out = query.new_empty(num_rows, num_heads, values[5])
     work = _ATTENTION.pack(
         _address(query),
         0 if sinks is None else _address(sinks, size=num_heads),
         _address(page_table, torch.int32),
         _address(query_start, torch.int32, num_requests + 1),
         _address(indices, torch.int64, num_rows),
-        0 if block_end is None else _address(block_end, torch.int64, num_rows),
+        *((0, 0) if blocks is None else (_address(block, torch.int64, num_rows) for block in blocks)),
         out.data_ptr(),
         num_requests,
         table_width,
@@ -316,10 +317,10 @@ def _row_stride(rows: Tensor, num_rows: int, num_heads: int, dim: int) -> int:
     return row
 
 
-def _page_view(pages: Tensor) -> tuple[int, int, int, int, int]:
-    """page_view of native.c; pages [P, page, heads, dim] may lie apart, each must be dense."""
+def _page_view(pages: Tensor) -> tuple[int, int, int, int, int, int]:
+    """page_view of native.c; pages [P, page, heads, dim] and their rows may lie apart, each row must be dense."""
     _, page_size, num_heads, dim = pages.shape
     stride = pages.stride()
-    as_taken = pages.dtype is torch.float32 and pages.is_cpu and stride[1:] == (num_heads * dim, dim, 1)
-    assert as_taken, f"expected dense pages of float32 on the CPU: {pages.dtype}, {pages.device}, strides {stride}"
-    return pages.data_ptr(), stride[0], page_size, num_heads, dim
+    as_taken = pages.dtype is torch.float32 and pages.is_cpu and stride[3] == 1 and (stride[2] == dim or num_heads == 1)
+    assert as_taken, f"expected dense rows of float32 on the CPU: {pages.dtype}, {pages.device}, strides {stride}"
+    return pages.data_ptr(), stride[0], stride[1], page_size, num_heads, dim

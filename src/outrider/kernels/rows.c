@@ -115,11 +115,11 @@ EXPORT void outrider_row_argmax(const argmax_work *work) {
 
 typedef struct {
     const float *pages;
-    long page_stride, page_size, num_heads, head_dim;
+    long page_stride, row_stride, page_size, num_heads, head_dim;
 } page_view;
 
 INLINE float *page_row(const page_view *view, long page, long offset) {
-    return (float *)view->pages + page * view->page_stride + offset * view->num_heads * view->head_dim;
+    return (float *)view->pages + page * view->page_stride + offset * view->row_stride;
 }
 
 typedef struct {

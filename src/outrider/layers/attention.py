@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from outrider.kernels.attention import AttentionOptions, paged_attention
 from outrider.kernels.rope import rope_write
@@ -21,23 +22,36 @@ class AttentionShape:
     head_dim: int
     input_size: int | None = None  # where it differs from hidden_size
     window: int = 0
+    scale: float | None = None  # None: head_dim ** -0.5
+    softcap: float = 0.0
     qkv_bias: bool = False
     output_bias: bool = False
     head_norm_eps: float | None = None  # RMSNorm of every query and key head
+    head_norm_offset: float = 0.0
+    sinks: bool = False  # a learnt logit per head that takes weight and brings no value
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the fused native block can compute it."""
+        return not (self.softcap or self.head_norm_offset or self.sinks)
 
 
 class SelfAttention(CachedLayer):
+    """Subclasses may say how q, k and v come about (`project`), and what becomes of the result (`finish`)."""
+
     def __init__(self, shape: AttentionShape, rotary: Rotary) -> None:
         super().__init__(Paged(shape.num_kv_heads, shape.head_dim, shape.head_dim, shape.window))
         self.shape = shape
         self.rotary = rotary
-        self.options = AttentionOptions(scale=shape.head_dim**-0.5, window=shape.window)
+        scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
+        self.options = AttentionOptions(scale=scale, window=shape.window, softcap=shape.softcap)
         rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         self.qkv = Linear(shape.input_size or shape.hidden_size, rows, bias=shape.qkv_bias)
         self.output = Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=shape.output_bias)
-        norms = shape.head_norm_eps is not None
-        self.q_norm = RMSNorm(shape.head_dim, shape.head_norm_eps or 0.0) if norms else None
-        self.k_norm = RMSNorm(shape.head_dim, shape.head_norm_eps or 0.0) if norms else None
+        eps, offset = shape.head_norm_eps, shape.head_norm_offset
+        self.q_norm = RMSNorm(shape.head_dim, eps, offset=offset) if eps is not None else None
+        self.k_norm = RMSNorm(shape.head_dim, eps, offset=offset) if eps is not None else None
+        self.sinks = nn.Parameter(torch.empty(shape.num_heads)) if shape.sinks else None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, in] -> q [T, heads, D], k and v [T, kv heads, D], normed where the checkpoint norms them."""
@@ -48,8 +62,12 @@ class SelfAttention(CachedLayer):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
+    def finish(self, attended: Tensor, x: Tensor) -> Tensor:
+        """attended [T, heads, D] and the layer's input [T, in] -> [T, H]."""
+        return self.output(attended.flatten(1))
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         assert self.pages is not None, "the layer has no cache memory yet"
         q, k, v = self.project(x)
         q = rope_write(q, k, v, self.rotary(batch), self.pages, batch.write_locations)
-        return self.output(paged_attention(q, self.pages, batch, self.options).flatten(1))
+        return self.finish(paged_attention(q, self.pages, batch, self.options, self.sinks), x)

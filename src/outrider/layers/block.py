@@ -1,35 +1,43 @@
-"""Decoder blocks: attention, then a gated MLP, each added to the residual stream."""
+"""Decoder blocks: attention, then an MLP, each added to the residual stream."""
 
 from torch import Tensor, nn
 
+from outrider.kernels.activation import silu_mul
 from outrider.kernels.block import BlockShape, NativeBlock
 from outrider.kernels.dispatch import use_native
-from outrider.layers.attention import AttentionShape, SelfAttention
+from outrider.layers.attention import SelfAttention
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Rotary
 from outrider.types import Batch, Weight
 
 
 class Block(nn.Module):
     """Attention over some input, added to the residual; then the MLP. Subclasses say what the input is."""
 
-    def __init__(self, shape: AttentionShape, mlp: GatedMLP, eps: float, rotary: Rotary) -> None:
+    def __init__(self, attention: SelfAttention, mlp: nn.Module, mlp_norm: RMSNorm) -> None:
         super().__init__()
-        self.attention = SelfAttention(shape, rotary)
-        self.mlp_norm = RMSNorm(shape.hidden_size, eps)
+        self.attention = attention
+        self.mlp_norm = mlp_norm
         self.mlp = mlp
         self._native: NativeBlock | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the native block knows how to compute it."""
+        mlp, attention = self.mlp, self.attention
+        gated = type(mlp) is GatedMLP and mlp.activation is silu_mul
+        return gated and type(attention) is SelfAttention and attention.shape.is_plain and not self.mlp_norm.offset
+
     def run(self, residual: Tensor, inputs: Tensor, batch: Batch) -> Tensor:
         """residual [T, H], inputs [T, in] -> [T, H], always a new tensor."""
-        if use_native(residual):
+        if batch.blocks is None and use_native(residual) and self.is_plain:
             return self._native_block()(residual, inputs, batch, self.attention.rotary(batch))
         x = residual + self.attention(inputs, batch)
         return x + self.mlp(self.mlp_norm(x))
 
     def _native_block(self) -> NativeBlock:
-        attention, pages = self.attention, self.attention.pages
+        attention, mlp, pages = self.attention, self.mlp, self.attention.pages
+        assert isinstance(mlp, GatedMLP)
         assert pages is not None, "the layer has no cache memory yet"
         if self._native is None or self._native.pages is not pages:
             q_norm, k_norm = attention.q_norm, attention.k_norm
@@ -43,8 +51,8 @@ class Block(nn.Module):
             linears = {
                 "qkv": attention.qkv,
                 "output": attention.output,
-                "gate_up": self.mlp.gate_up,
-                "down": self.mlp.down,
+                "gate_up": mlp.gate_up,
+                "down": mlp.down,
             }
             vectors = {
                 **{f"{name}_bias": linear.bias for name, linear in linears.items()},
@@ -60,22 +68,25 @@ class Block(nn.Module):
 class DecoderBlock(Block):
     """The pre-norm block of most targets: the attention's input is the residual, normed."""
 
-    def __init__(self, shape: AttentionShape, mlp: GatedMLP, eps: float, rotary: Rotary) -> None:
-        super().__init__(shape, mlp, eps, rotary)
-        self.attention_norm = RMSNorm(shape.hidden_size, eps)
+    def __init__(self, attention: SelfAttention, mlp: nn.Module, eps: float, *, norm_offset: float = 0.0) -> None:
+        size = attention.shape.hidden_size
+        super().__init__(attention, mlp, RMSNorm(size, eps, offset=norm_offset))
+        self.attention_norm = RMSNorm(size, eps, offset=norm_offset)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.run(x, self.attention_norm(x), batch)
 
 
 def block_weights(block: DecoderBlock, source: str) -> dict[str, Weight]:
-    """Checkpoint names of a block in Llama's naming; `source` is e.g. "model.layers.3."."""
+    """Checkpoint names of a block in Llama's naming; `source` is e.g. "model.layers.3.". Of an MLP that is no
+    GatedMLP the target's file says them."""
     weights = {
         "attention_norm.weight": Weight((f"{source}input_layernorm.weight",)),
         "mlp_norm.weight": Weight((f"{source}post_attention_layernorm.weight",)),
     }
     weights |= attention_weights(block.attention, f"{source}self_attn.", "attention.")
-    weights |= mlp_weights(block.mlp, f"{source}mlp.", "mlp.")
+    if isinstance(block.mlp, GatedMLP):
+        weights |= mlp_weights(block.mlp, f"{source}mlp.", "mlp.")
     return weights
 
 
@@ -92,6 +103,8 @@ def attention_weights(attention: SelfAttention, source: str, name: str) -> dict[
     if attention.q_norm is not None:
         weights[f"{name}q_norm.weight"] = Weight((f"{source}q_norm.weight",))
         weights[f"{name}k_norm.weight"] = Weight((f"{source}k_norm.weight",))
+    if attention.sinks is not None:
+        weights[f"{name}sinks"] = Weight((f"{source}sinks",))
     return weights
 
 

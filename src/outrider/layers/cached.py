@@ -1,18 +1,19 @@
-"""A layer that remembers: it says what it needs (`spec`), and is given the memory (`bind`)."""
+"""Layers that remember: they say what they need (`spec`), and are given the memory (`bind`)."""
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from outrider.types import CacheSpec
+from outrider.types import CacheSpec, Recurrent
 
 
 class CachedLayer(nn.Module):
+    """Remembers something of every token, in pages."""
+
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.pages: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.pages: tuple[Tensor, Tensor] | None = None
 
-    def bind(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def bind(self, keys: Tensor, values: Tensor) -> None:
         """keys [P, page_size, heads, D], values [P, page_size, heads, D_v]."""
         self.pages = (keys, values)
 
@@ -20,5 +21,25 @@ class CachedLayer(nn.Module):
         self.pages = None
 
 
+class RecurrentLayer(nn.Module):
+    """Remembers states of fixed size; several of each for every slot, until a verdict says which one holds."""
+
+    def __init__(self, spec: Recurrent) -> None:
+        super().__init__()
+        self.spec = spec
+        self.states: tuple[Tensor, ...] | None = None
+
+    def bind(self, states: tuple[Tensor, ...]) -> None:
+        """One tensor [S, E, ...] float32 for each of the spec's shapes."""
+        self.states = states
+
+    def unbind(self) -> None:
+        self.states = None
+
+
 def cached_layers(module: nn.Module) -> list[CachedLayer]:
     return [layer for layer in module.modules() if isinstance(layer, CachedLayer)]
+
+
+def recurrent_layers(module: nn.Module) -> list[RecurrentLayer]:
+    return [layer for layer in module.modules() if isinstance(layer, RecurrentLayer)]

@@ -6,12 +6,14 @@ from torch import Tensor, nn
 
 from outrider.kernels.linear import linear
 from outrider.kernels.packed import Packed
+from outrider.types import Batch
 
 
 class Embedding(nn.Module):
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.scale = scale
 
     @property
     def vocab_size(self) -> int:
@@ -22,16 +24,26 @@ class Embedding(nn.Module):
         return self.weight.shape[1]
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+        rows = F.embedding(ids, self.weight)
+        # The scale is rounded to the weights' own precision first, as the models that have one were trained.
+        return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype)
+
+
+def embed_rows(embed: Embedding, batch: Batch) -> Tensor:
+    """The embeddings of a batch's rows [T, H]."""
+    return embed(batch.input_ids)
 
 
 class Head(nn.Module):
     """hidden [R, H] -> logits [R, V]; a tied head takes the embedding's own parameter."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, tied: Embedding | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, tied: Embedding | None = None, softcap: float = 0.0
+    ) -> None:
         super().__init__()
         self.weight = tied.weight if tied is not None else nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.packed: Packed | None = None
+        self.softcap = softcap
 
     @property
     def vocab_size(self) -> int:
@@ -42,4 +54,5 @@ class Head(nn.Module):
         return self.weight.shape[1]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.weight, None, self.packed)
+        logits = linear(hidden, self.weight, None, self.packed)
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits

@@ -1,16 +1,32 @@
-"""The gated feed-forward block: down(silu(gate) * up)."""
+"""Feed-forward blocks: down(act(gate) * up), and down(act(up)) without a gate."""
 
 from torch import Tensor, nn
 
-from outrider.kernels.activation import silu_mul
+from outrider.kernels.activation import Activation, relu2, silu_mul
 from outrider.layers.linear import Linear
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool = False, activation: Activation = silu_mul
+    ) -> None:
         super().__init__()
         self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down = Linear(intermediate_size, hidden_size, bias=bias)
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x)))
+        return self.down(self.activation(self.gate_up(x)))
+
+
+class PlainMLP(nn.Module):
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool = False, activation: Activation = relu2
+    ) -> None:
+        super().__init__()
+        self.up = Linear(hidden_size, intermediate_size, bias=bias)
+        self.down = Linear(intermediate_size, hidden_size, bias=bias)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))

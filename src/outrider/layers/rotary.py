@@ -12,9 +12,15 @@ from outrider.types import Batch
 class Rotary:
     """cos and sin for the rows of a batch; shared by all layers that use the same frequencies."""
 
-    def __init__(self, inv_freq: Tensor, scaling: float = 1.0) -> None:
+    def __init__(self, inv_freq: Tensor, scaling: float = 1.0, axes: Tensor | None = None) -> None:
         self.inv_freq = inv_freq  # [R / 2]
         self.scaling = scaling
+        self.axes = axes  # [R / 2] whose position each frequency turns with, where there are three: time, height, width
+
+    @classmethod
+    def none(cls) -> "Rotary":
+        """For attention that knows no positions: nothing is turned."""
+        return cls(torch.empty(0))
 
     @classmethod
     def from_config(cls, config: dict[str, Any], head_dim: int) -> "Rotary":
@@ -22,8 +28,9 @@ class Rotary:
         rope = config.get("rope_parameters") or {}
         scaling = {**(config.get("rope_scaling") or {}), **rope}
         theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
-        dim = int(head_dim * scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
         kind = scaling.get("rope_type", scaling.get("type", "default"))
+        part = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        dim = head_dim if kind == "proportional" else int(head_dim * part)
         if kind not in _KINDS:
             raise ValueError(f"rope type {kind!r} is not supported; known: {', '.join(sorted(_KINDS))}")
         inv_freq = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -32,7 +39,7 @@ class Rotary:
             raise ValueError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)} in config.json")
         settings = {"max_position_embeddings": config.get("max_position_embeddings", 2048), **scaling, "theta": theta}
         inv_freq, factor = _KINDS[kind](inv_freq, settings)
-        return cls(inv_freq.float(), factor)
+        return cls(inv_freq.float(), factor, _axes(scaling, len(inv_freq)))
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """cos and sin [T, R / 2] of the batch's positions, computed once a pass."""
@@ -40,9 +47,32 @@ class Rotary:
         if key not in batch.memo:
             if self.inv_freq.device != batch.positions.device:
                 self.inv_freq = self.inv_freq.to(batch.positions.device)
-            angles = batch.positions.float()[:, None] * self.inv_freq
+            angles = self._positions(batch.positions).float() * self.inv_freq
             batch.memo[key] = (angles.cos() * self.scaling, angles.sin() * self.scaling)
         return batch.memo[key]
+
+    def _positions(self, positions: Tensor) -> Tensor:
+        """[T] or [3, T] -> [T, 1], or [T, R / 2] where each frequency has its own."""
+        if positions.dim() == 1:
+            return positions[:, None]
+        if self.axes is None:
+            return positions[0][:, None]  # knows time only
+        return positions[self.axes.to(positions.device)].T
+
+
+def _axes(settings: dict[str, Any], num_frequencies: int) -> Tensor | None:
+    """M-RoPE: three sections, side by side (Qwen2-VL) or taking turns (Qwen3-VL)."""
+    sections = settings.get("mrope_section")
+    if sections is None:
+        return None
+    if len(sections) != 3 or sum(sections) != num_frequencies:
+        raise ValueError(f"mrope_section {sections} must be three numbers that make {num_frequencies}")
+    if not settings.get("mrope_interleaved", False):
+        return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    axes = torch.zeros(num_frequencies, dtype=torch.long)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 def _default(inv_freq: Tensor, settings: dict[str, Any]) -> tuple[Tensor, float]:
@@ -94,7 +124,21 @@ def _yarn_attention(settings: dict[str, Any]) -> float:
     return magnitude(1.0)
 
 
-_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "llama3_factors": _factors, "yarn": _yarn}
+def _proportional(inv_freq: Tensor, settings: dict[str, Any]) -> tuple[Tensor, float]:
+    """Only the first part of the frequencies turns; pairs still span the whole head."""
+    turning = int(settings.get("partial_rotary_factor", 1.0) * len(inv_freq))
+    return torch.where(torch.arange(len(inv_freq)) < turning, inv_freq / settings.get("factor", 1.0), 0.0), 1.0
+
+
+_KINDS = {
+    "default": _default,
+    "mrope": _default,  # the old name of "default" with sections
+    "linear": _linear,
+    "llama3": _llama3,
+    "llama3_factors": _factors,
+    "yarn": _yarn,
+    "proportional": _proportional,
+}
 _NEEDS = {
     "linear": ("factor",),
     "yarn": ("factor",),

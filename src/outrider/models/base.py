@@ -2,16 +2,33 @@
 A target file knows one architecture: its config, its network and its tensor names. It holds no speculative code."""
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from outrider.layers.embedding import Embedding, Head
+from outrider.layers.embedding import Embedding, Head, embed_rows
+from outrider.layers.mtp import MtpModule
 from outrider.registry import Registry
 from outrider.types import Batch, Hidden, Weight
 
 targets: Registry[type["Target"]] = Registry("target architecture")
+
+
+@dataclass(frozen=True)
+class Mtp:
+    """The multi-token-prediction modules in a target's checkpoint, with the family's facts about them. Drafters build,
+    load and run them; the target never does."""
+
+    num_modules: int
+    build: Callable[[int], MtpModule]  # module k, its parameters still empty
+    weights: Callable[[int, MtpModule], dict[str, Weight]]  # its parameters' names, and the tensors they are made of
+    reads_normed: bool  # module 0 takes the target's hidden state after the final norm, else before it
+    feeds_normed: bool  # what is fed back, or to the next module, is the module's output after its norm
+    chained: bool = True  # module k + 1 takes module k's output, else the target's hidden state like module 0
+    zero_first_embedding: bool = False  # at position 0
 
 
 class Target(nn.Module):
@@ -44,12 +61,18 @@ class Target(nn.Module):
         return len(self.layers)
 
     @property
+    def num_position_axes(self) -> int:
+        """1, or 3 where rotary positions are (time, height, width)."""
+        return 1
+
+    @property
     def max_len(self) -> int:
         return int(self.config.get("max_position_embeddings") or 2048)
 
     def forward(self, batch: Batch, taps: tuple[int, ...] = ()) -> Hidden:
         """Runs the rows through all layers. Tap i is the residual stream after i layers; 0 is the embedding."""
-        x = self.embed(batch.input_ids)
+        x = embed_rows(self.embed, batch)
+        self.prepare(x, batch)
         streams = {0: x} if 0 in taps else {}
         for number, layer in enumerate(self.layers, start=1):
             x = layer(x, batch)  # a new tensor every time: a tap is never written to again
@@ -57,6 +80,14 @@ class Target(nn.Module):
                 streams[number] = x
         stacked = torch.stack([streams[tap] for tap in taps], dim=1) if taps else x.new_empty(len(x), 0, x.shape[-1])
         return Hidden(last=x, taps=stacked)
+
+    @property
+    def mtp(self) -> Mtp | None:
+        """Its multi-token-prediction modules, where the architecture has them and the config says how many."""
+        return None
+
+    def prepare(self, x: Tensor, batch: Batch) -> None:
+        """What layers share in a pass may be computed here, from the embeddings [T, H], and put into the memo."""
 
     def logits(self, last: Tensor) -> Tensor:
         """[R, H] before the final norm -> [R, V]."""
@@ -66,8 +97,29 @@ class Target(nn.Module):
         """Every parameter's name, and the checkpoint tensors it is made of."""
         raise NotImplementedError
 
+    def canonical(self, name: str) -> str:
+        """The name under which weights() and ignores() know a tensor of the checkpoint: dialects end here."""
+        return name
+
     def ignores(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.ignored)
+
+
+def refuse(config: dict[str, Any], key: str, *supported: Any) -> None:
+    """Raises if config.json asks for something that is not built: anything set that is not among the supported."""
+    value = config.get(key)
+    if value is not None and value not in supported:
+        known = ", ".join(map(repr, supported)) or "nothing"
+        raise ValueError(f"config.json: {key} = {value!r} is not supported for this architecture (supported: {known})")
+
+
+def nested_text(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's own config: that of a multimodal checkpoint lies in text_config, and a few keys of it may
+    stand outside."""
+    if "text_config" not in config:
+        return config
+    outer = {key: config[key] for key in ("architectures", "tie_word_embeddings") if key in config}
+    return {**config["text_config"], **outer}
 
 
 def require(config: dict[str, Any], *keys: str) -> list[Any]:

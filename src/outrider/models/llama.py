@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from outrider.layers.attention import AttentionShape
+from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import DecoderBlock, block_weights
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.mlp import GatedMLP
@@ -51,7 +51,7 @@ class Llama(Target):
     def block(self, number: int, shape: AttentionShape, rotary: Rotary) -> DecoderBlock:
         (intermediate_size,) = require(self.config, "intermediate_size")
         mlp = GatedMLP(shape.hidden_size, intermediate_size, bias=bool(self.config.get("mlp_bias", False)))
-        return DecoderBlock(shape, mlp, self.eps, rotary)
+        return DecoderBlock(SelfAttention(shape, rotary), mlp, self.eps)
 
     def weights(self) -> dict[str, Weight]:
         weights = {

@@ -1,0 +1,53 @@
+"""A mixture's experts: every row goes through the few experts chosen for it, and their answers are added up.
+A row's result depends on that row alone: experts see its bits as they are, and the sum has a fixed order."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.activation import Activation
+from outrider.kernels.linear import linear
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    up: Tensor  # [E, I or 2 I, H]; gate and up one below the other where there is a gate
+    down: Tensor  # [E, H, I]
+    up_bias: Tensor | None = None  # [E, I or 2 I]
+    down_bias: Tensor | None = None  # [E, H]
+
+
+def experts_reference(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
+    """Expert after expert, each over the rows that chose it."""
+    answers = x.new_zeros(*ids.shape, weights.down.shape[1])  # [T, k, H]
+    for expert in ids.unique().tolist():
+        row, place = (ids == expert).nonzero(as_tuple=True)
+        up_bias = None if weights.up_bias is None else weights.up_bias[expert]
+        down_bias = None if weights.down_bias is None else weights.down_bias[expert]
+        inner = activation(linear(x[row], weights.up[expert], up_bias))
+        answers[row, place] = linear(inner, weights.down[expert], down_bias)
+    shares = shares.to(x.dtype)
+    total = answers[:, 0] * shares[:, :1]
+    for place in range(1, ids.shape[1]):
+        total = total + answers[:, place] * shares[:, place, None]
+    return total
+
+
+def experts(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
+    """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H]."""
+    return experts_reference(x, ids, shares, weights, activation)
+
+
+def softmax_top(logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """The most likely experts [T, k] and their probabilities among all of them, or among the chosen."""
+    shares, ids = logits.float().softmax(-1).topk(count, dim=-1)
+    return ids, shares / shares.sum(-1, keepdim=True) if renormalise else shares
+
+
+def best_groups(scores: Tensor, num_groups: int, num_kept: int, members: int) -> Tensor:
+    """Which experts belong to the best groups [T, E]; a group is worth the sum of its `members` best experts."""
+    groups = scores.unflatten(-1, (num_groups, -1))
+    worth = groups.topk(members, dim=-1).values.sum(-1)  # [T, groups]
+    kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(-1, worth.topk(num_kept, dim=-1).indices, True)
+    return kept[..., None].expand_as(groups).flatten(-2)

@@ -1,0 +1,120 @@
+"""Mixtures of experts: routers that choose, experts that compute, and perhaps one that all rows go through."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from outrider.kernels.activation import Activation, silu_mul
+from outrider.kernels.moe import ExpertWeights, best_groups, experts, softmax_top
+from outrider.layers.linear import Linear
+from outrider.types import Weight
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    gated: bool = True
+    bias: bool = False
+    activation: Activation = silu_mul
+
+
+class Experts(nn.Module):
+    def __init__(self, shape: ExpertShape) -> None:
+        super().__init__()
+        self.shape = shape
+        count, hidden, inner = shape.num_experts, shape.hidden_size, shape.intermediate_size
+        width = 2 * inner if shape.gated else inner
+        self.up = nn.Parameter(torch.empty(count, width, hidden))
+        self.down = nn.Parameter(torch.empty(count, hidden, inner))
+        self.up_bias = nn.Parameter(torch.empty(count, width)) if shape.bias else None
+        self.down_bias = nn.Parameter(torch.empty(count, hidden)) if shape.bias else None
+
+    def forward(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        """x [T, H], ids and shares [T, k] -> [T, H]."""
+        weights = ExpertWeights(self.up, self.down, self.up_bias, self.down_bias)
+        return experts(x, ids, shares, weights, self.shape.activation)
+
+
+class SoftmaxRouter(nn.Module):
+    """Probabilities over all experts; the chosen keep theirs, or share one between them."""
+
+    def __init__(self, hidden_size: int, num_experts: int, num_chosen: int, *, renormalise: bool) -> None:
+        super().__init__()
+        self.gate = Linear(hidden_size, num_experts)
+        self.num_chosen = num_chosen
+        self.renormalise = renormalise
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
+        return softmax_top(self.gate(x), self.num_chosen, renormalise=self.renormalise)
+
+
+@dataclass(frozen=True)
+class SigmoidRouting:
+    num_experts: int
+    num_chosen: int
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    renormalise: bool = True
+    scale: float = 1.0
+
+
+class SigmoidRouter(nn.Module):
+    """Every expert is scored by itself. A learnt bias, in float32, helps to choose but does not weigh."""
+
+    def __init__(self, hidden_size: int, routing: SigmoidRouting) -> None:
+        super().__init__()
+        self.routing = routing
+        self.gate = Linear(hidden_size, routing.num_experts)
+        self.bias = nn.Parameter(torch.empty(routing.num_experts, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
+        routing = self.routing
+        scores = self.logits(x).sigmoid()
+        choice = scores + self.bias
+        if routing.num_kept_groups < routing.num_groups:
+            eligible = best_groups(choice, routing.num_groups, routing.num_kept_groups, 2)
+            choice = choice.masked_fill(~eligible, -torch.inf)
+        ids = choice.topk(routing.num_chosen, dim=-1).indices
+        shares = scores.gather(-1, ids)
+        if routing.renormalise:
+            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+        return ids, shares * routing.scale
+
+    def logits(self, x: Tensor) -> Tensor:
+        """In float32 whatever the model's precision: near ties decide which experts run."""
+        if x.dtype is torch.float32:
+            return self.gate(x)
+        return torch.nn.functional.linear(x.float(), self.gate.weight.float())
+
+
+class MixtureMLP(nn.Module):
+    """The routed experts' answer, plus that of an expert every row goes through."""
+
+    def __init__(self, router: nn.Module, routed: Experts, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = routed
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        routed = self.experts(x, *self.router(x))
+        return routed if self.shared is None else routed + self.shared(x)
+
+
+def experts_by_number(shape: ExpertShape, source: str, name: str) -> dict[str, Weight]:
+    """Checkpoint names where every expert has tensors of its own: `source`0.gate_proj.weight and so on."""
+    parts = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
+    numbers = range(shape.num_experts)
+    up = tuple(f"{source}{number}.{part}.weight" for number in numbers for part in parts)
+    down = tuple(f"{source}{number}.down_proj.weight" for number in numbers)
+
+    def stack_up(tensors: list[Tensor]) -> Tensor:
+        rows = torch.stack(tensors)  # [E * parts, I, H]
+        return rows.view(shape.num_experts, -1, rows.shape[-1])
+
+    return {f"{name}up": Weight(up, stack_up), f"{name}down": Weight(down, torch.stack)}
