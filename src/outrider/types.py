@@ -141,7 +141,7 @@ class Batch:
     max_rows: int  # the most rows any request has
     first_key: int = 0  # the first cache index that holds anything
     recurrence: Recurrence | None = None
-    blocks: tuple[Tensor, Tensor] | None = None  # begin and end [T]: indices a row sees besides those before it
+    last_key: Tensor | None = None  # [T] the last index a row sees, for layers that look both ways within an image
     memo: dict[Any, Any] = field(default_factory=dict)  # what layers share within the pass, e.g. rotary tables
 
 

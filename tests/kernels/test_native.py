@@ -213,7 +213,7 @@ def test_rope_write_into_pages_that_lie_apart() -> None:
 # ---- attention ----
 
 Heads = tuple[int, int, int, int]  # of queries, of keys, dim of keys, dim of values
-OPTIONS = [{}, {"window": 37}, {"softcap": 5.0, "first_key": 3}, {"sinks": 1, "blocks": 1}]
+OPTIONS = [{}, {"window": 37}, {"softcap": 5.0, "first_key": 3}, {"sinks": 1, "last_key": 1}]
 
 
 class Scene:
@@ -240,9 +240,9 @@ class Scene:
         )
         self.query = torch.randn(sum(rows), query_heads, self.dim)
         self.sinks = torch.randn(query_heads)
-        last = torch.repeat_interleave(torch.tensor(lengths), torch.tensor(rows)) - 1
-        begin = (self.indices - torch.randint(0, 50, self.indices.shape)).clamp(min=0)
-        self.blocks = begin, (self.indices + torch.randint(-3, 4, self.indices.shape)).clamp(max=last)
+        self.last_key = (self.indices + torch.randint(-3, 4, self.indices.shape)).clamp(
+            max=torch.repeat_interleave(torch.tensor(lengths), torch.tensor(rows)) - 1
+        )
 
     def attend(self, rows: slice | None = None, **options: object) -> Tensor:
         """All rows, or a slice of one request's alone."""
@@ -251,8 +251,8 @@ class Scene:
             request = int((start[1:] <= rows.start).sum())
             query, indices, table = query[rows], indices[rows], table[request : request + 1]
             start = torch.tensor([0, len(query)], dtype=torch.int32)
-            if options.get("blocks") is not None:
-                options["blocks"] = (self.blocks[0][rows], self.blocks[1][rows])
+            if options.get("last_key") is not None:
+                options["last_key"] = self.last_key[rows]
         scale = self.dim**-0.5
         pages = self.key_pages, self.value_pages
         return native.paged_attention(query, *pages, table, start, indices, scale, **options)  # type: ignore[arg-type]
@@ -263,7 +263,7 @@ class Scene:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         first_key: int = 0,
-        blocks: tuple[Tensor, Tensor] | None = None,
+        last_key: Tensor | None = None,
     ) -> Tensor:
         num_rows, query_heads, _ = self.query.shape
         out = torch.zeros(num_rows, query_heads, self.value_pages.shape[3], dtype=torch.float64)
@@ -275,10 +275,9 @@ class Scene:
             values = self.value_pages[pages].flatten(0, 1)[:length].double().repeat_interleave(group, dim=1)
             rows = slice(int(self.query_start[request]), int(self.query_start[request + 1]))
             index, key = self.indices[rows, None], torch.arange(len(keys))
-            begin, end = (index, index) if blocks is None else (block[rows, None] for block in blocks)
-            seen = (key >= first_key) & (key <= end)
+            seen = (key >= first_key) & (key <= (index if last_key is None else last_key[rows, None]))
             if window:
-                seen &= (key > index - window) | (key >= begin)
+                seen &= key > index - window
             scores = torch.einsum("thd,khd->thk", self.query[rows].double(), keys) * self.dim**-0.5
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
@@ -303,7 +302,7 @@ class Scene:
     softcap=st.sampled_from([0.0, 0.0, 3.0, 50.0]),
     with_sinks=st.booleans(),
     first_key=st.sampled_from([0, 0, 1, 40, 130]),
-    with_blocks=st.booleans(),
+    with_last_key=st.booleans(),
     num_threads=st.integers(1, 3),
     seed=seeds,
 )
@@ -318,7 +317,7 @@ def test_attention_equals_float64(
     softcap: float,
     with_sinks: bool,
     first_key: int,
-    with_blocks: bool,
+    with_last_key: bool,
     num_threads: int,
     seed: int,
 ) -> None:
@@ -330,7 +329,7 @@ def test_attention_equals_float64(
         "softcap": softcap,
         "first_key": first_key,
         "sinks": scene.sinks if with_sinks else None,
-        "blocks": scene.blocks if with_blocks else None,
+        "last_key": scene.last_key if with_last_key else None,
     }
     assert_close(scene.attend(**options), scene.reference(**options))  # type: ignore[arg-type]
 
@@ -340,7 +339,7 @@ def test_attention_equals_float64(
 @pytest.mark.parametrize("heads", [(9, 3, 64, 64), (4, 4, 20, 20), (40, 1, 16, 24)])
 def test_attention_rows_keep_their_bits(options: dict[str, object], heads: Heads) -> None:
     scene = Scene(5, [40, 1, 7], [190, 300, 129], 16, heads)
-    options = options | {name: getattr(scene, name) for name in ("sinks", "blocks") if name in options}
+    options = options | {name: getattr(scene, name) for name in ("sinks", "last_key") if name in options}
     torch.set_num_threads(1)
     together = scene.attend(**options)
     for num_threads in (1, 2, 3):

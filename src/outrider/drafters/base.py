@@ -95,7 +95,7 @@ def extend(step: Step, first_key: int = 0, lag: int = 0) -> Extension:
         max_len=batch.max_len + 1,
         max_rows=batch.max_rows + 1,
         first_key=first_key,
-        blocks=None,
+        last_key=None,
         recurrence=Recurrence(torch.zeros_like(last), torch.stack([last - 1, last], dim=1)),
         memo={},
     )
@@ -127,7 +127,7 @@ def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag:
         write_locations=rows.write_locations[ahead],
         max_len=batch.max_len + 1 + ahead,
         first_key=first_key,
-        blocks=None,
+        last_key=None,
         recurrence=Recurrence(torch.full_like(rows.request, ahead), rows.request[:, None], first=ahead + 1),
         memo={},
     )

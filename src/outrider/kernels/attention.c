@@ -3,7 +3,7 @@
 typedef struct {
     const float *query, *sinks;
     const int32_t *page_table, *query_start;
-    const int64_t *indices, *block_begin, *block_end;
+    const int64_t *indices, *last_key;
     float *out;
     long num_requests, table_width, num_query_heads, first_key, window, num_threads;
     double scale, softcap;
@@ -56,10 +56,8 @@ static query_tile find_tile(const attention_work *work, long number) {
     tile.least = INT64_MAX;
     for (long r = 0; r < tile.num_rows; r++) {
         long index = work->indices[tile.row + r];
-        long least = work->window > 0 ? larger(0, index - work->window + 1) : 0;
-        if (work->block_begin) least = smaller(least, work->block_begin[tile.row + r]);
-        tile.lower[r] = larger(work->first_key, least);
-        tile.upper[r] = (work->block_end ? work->block_end[tile.row + r] : index) + 1;
+        tile.lower[r] = larger(work->first_key, work->window > 0 ? larger(0, index - work->window + 1) : 0);
+        tile.upper[r] = (work->last_key ? work->last_key[tile.row + r] : index) + 1;
         if (tile.upper[r] <= tile.lower[r]) continue;
         tile.least = smaller(tile.least, tile.lower[r]);
         tile.most = larger(tile.most, tile.upper[r]);

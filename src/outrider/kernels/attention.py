@@ -16,12 +16,14 @@ class AttentionOptions:
     scale: float
     window: int = 0  # keys a row sees, itself included; 0: all
     softcap: float = 0.0
+    both_ways: bool = False  # within an image a row sees what comes after it too
 
 
 def paged_attention_reference(
     q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, options: AttentionOptions, sinks: Tensor | None = None
 ) -> Tensor:
     """Gathers every request's pages and masks: slow, obvious, on any device without asking the host anything."""
+    last_key = batch.last_key if options.both_ways else None
     num_pages = -(-batch.max_len // batch.page_size)
     table = batch.page_table[:, :num_pages].long()  # [B, M]
     keys, values = (p[table].flatten(1, 2).float() for p in pages)  # [B, L, kv heads, D]
@@ -38,7 +40,7 @@ def paged_attention_reference(
         )[..., None]
 
     index = in_rows(batch.indices)
-    first, last = (index, index) if batch.blocks is None else map(in_rows, batch.blocks)
+    last = index if last_key is None else in_rows(last_key)
 
     scores = torch.einsum("brhd,blhd->bhrl", padded, keys) * options.scale
     if options.softcap:
@@ -46,7 +48,7 @@ def paged_attention_reference(
     key_index = torch.arange(keys.shape[1], device=q.device)
     seen = (key_index <= last) & (key_index >= batch.first_key)  # [B, R, L]
     if options.window:
-        seen &= (key_index > index - options.window) | (key_index >= first)
+        seen &= key_index > index - options.window
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     if sinks is not None:  # they take weight and bring no value
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
@@ -70,6 +72,6 @@ def paged_attention(
             softcap=options.softcap,
             sinks=sinks,
             first_key=batch.first_key,
-            blocks=batch.blocks,
+            last_key=batch.last_key if options.both_ways else None,
         )
     return paged_attention_reference(q, pages, batch, options, sinks)

@@ -30,7 +30,7 @@ _NORM = struct.Struct("@5q 3q 2d")
 _GATED = struct.Struct("@2q 4q")
 _ARGMAX = struct.Struct("@2q 3q")
 _ROPE = struct.Struct("@7q 8q 6q 6q")
-_ATTENTION = struct.Struct("@8q 6q 2d 6q 6q")
+_ATTENTION = struct.Struct("@7q 6q 2d 6q 6q")
 _OPERATIONS = ("linear", "rms_norm", "gated", "row_argmax", "rope_write", "paged_attention", "block")
 
 
@@ -258,15 +258,14 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     first_key: int = 0,
-    blocks: tuple[Tensor, Tensor] | None = None,
+    last_key: Tensor | None = None,
 ) -> Tensor:
     """Attention of query [T, Hq, D] over key_pages [P, page, Hk, D] and value_pages [P, page, Hk, Dv]: [T, Hq, Dv].
 
     Request b owns rows query_start[b] to query_start[b+1] (int32 [B+1]) and the pages page_table[b] (int32 [B, M]). Row
-    t attends to cache indices first_key to indices[t] (int64 [T]), both included, and with a window only to the last
-    `window` of them. Where blocks are given (begin [T] and end [T], int64), it attends to the indices from begin to end
-    as well, its own among them. A row with no keys gives zeros. sinks [Hq] are logits that take weight and bring no
-    value."""
+    t attends to cache indices first_key to indices[t] (int64 [T]), or to last_key[t] where given, both included, and
+    with a window only to the last `window` up to indices[t]. A row with no keys gives zeros. sinks [Hq] are logits that
+    take weight and bring no value."""
     query = query.contiguous()
     num_rows, num_heads, dim = query.shape
     keys, values = _page_view(key_pages), _page_view(value_pages)
@@ -281,7 +280,7 @@ def paged_attention(
         _address(page_table, torch.int32),
         _address(query_start, torch.int32, num_requests + 1),
         _address(indices, torch.int64, num_rows),
-        *((0, 0) if blocks is None else (_address(block, torch.int64, num_rows) for block in blocks)),
+        0 if last_key is None else _address(last_key, torch.int64, num_rows),
         out.data_ptr(),
         num_requests,
         table_width,

@@ -24,6 +24,7 @@ class AttentionShape:
     window: int = 0
     scale: float | None = None  # None: head_dim ** -0.5
     softcap: float = 0.0
+    both_ways: bool = False  # within an image a row sees what comes after it too
     qkv_bias: bool = False
     output_bias: bool = False
     head_norm_eps: float | None = None  # RMSNorm of every query and key head
@@ -33,7 +34,7 @@ class AttentionShape:
     @property
     def is_plain(self) -> bool:
         """Whether the fused native block can compute it."""
-        return not (self.softcap or self.head_norm_offset or self.sinks)
+        return not (self.softcap or self.both_ways or self.head_norm_offset or self.sinks)
 
 
 class SelfAttention(CachedLayer):
@@ -44,7 +45,9 @@ class SelfAttention(CachedLayer):
         self.shape = shape
         self.rotary = rotary
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
-        self.options = AttentionOptions(scale=scale, window=shape.window, softcap=shape.softcap)
+        self.options = AttentionOptions(
+            scale=scale, window=shape.window, softcap=shape.softcap, both_ways=shape.both_ways
+        )
         rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         self.qkv = Linear(shape.input_size or shape.hidden_size, rows, bias=shape.qkv_bias)
         self.output = Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=shape.output_bias)

@@ -30,7 +30,7 @@ class Block(nn.Module):
 
     def run(self, residual: Tensor, inputs: Tensor, batch: Batch) -> Tensor:
         """residual [T, H], inputs [T, in] -> [T, H], always a new tensor."""
-        if batch.blocks is None and use_native(residual) and self.is_plain:
+        if use_native(residual) and self.is_plain:
             return self._native_block()(residual, inputs, batch, self.attention.rotary(batch))
         x = residual + self.attention(inputs, batch)
         return x + self.mlp(self.mlp_norm(x))
