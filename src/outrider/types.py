@@ -84,12 +84,43 @@ class SlotState:
     draft_count: Tensor  # [S] draft tokens that follow the committed ones
     kept_state: Tensor  # [S] which of the recurrent states kept in the last round is the true one
     positions: Tensor | None = None  # [S, 3, W] rotary positions where they are not the index: time, height, width
+    last_key: Tensor | None = None  # [S, W] the last index a row sees, where that may be after it: within images
+    feature_rows: Tensor | None = None  # [S, W] which of the features stands for a token, -1: none
+    features: Tensor | None = None  # [F, L, H] of the images of all running requests
 
     def positions_at(self, slots: Tensor, indices: Tensor) -> Tensor:
         """Rotary positions of cache indices [..., T]: the same, or [..., 3, T]."""
         if self.positions is None:
             return indices
         return self.positions[slots, :, indices.clamp(min=0)].movedim(-1, -2)
+
+    def features_at(self, slots: Tensor, indices: Tensor) -> Features | None:
+        if self.feature_rows is None or self.features is None:
+            return None
+        return Features(self.feature_rows[slots, indices], self.features)
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of one prompt, as the target takes them in."""
+
+    indices: Tensor  # [N] which tokens of the prompt they stand for
+    features: Tensor  # [N, L, H] what is embedded there, then what is added after the first layers, if anything
+    spans: tuple[tuple[int, int], ...]  # begin and end of each image in the prompt
+    names: tuple[int, ...]  # [N] numbers that tell these tokens from those of another image
+    positions: Tensor | None = None  # [3, n] rotary positions of the whole prompt, where they are not the index
+
+
+@dataclass(frozen=True)
+class Features:
+    """Which rows of a batch are images, and what stands in their place."""
+
+    rows: Tensor  # [T] which of the values, -1: the row is text
+    values: Tensor  # [F, L, H]
+
+    def at(self, level: int) -> tuple[Tensor, Tensor]:
+        """Whether each row is an image's [T, 1], and its values of a level [T, H]."""
+        return (self.rows >= 0)[:, None], self.values[self.rows.clamp(min=0), level]
 
 
 @dataclass(frozen=True)
@@ -141,6 +172,7 @@ class Batch:
     max_rows: int  # the most rows any request has
     first_key: int = 0  # the first cache index that holds anything
     recurrence: Recurrence | None = None
+    features: Features | None = None  # where some rows are images
     last_key: Tensor | None = None  # [T] the last index a row sees, for layers that look both ways within an image
     memo: dict[Any, Any] = field(default_factory=dict)  # what layers share within the pass, e.g. rotary tables
 

@@ -96,6 +96,7 @@ def extend(step: Step, first_key: int = 0, lag: int = 0) -> Extension:
         max_rows=batch.max_rows + 1,
         first_key=first_key,
         last_key=None,
+        features=None if batch.features is None else state.features_at(batch.slots[request], indices),
         recurrence=Recurrence(torch.zeros_like(last), torch.stack([last - 1, last], dim=1)),
         memo={},
     )
@@ -128,6 +129,7 @@ def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag:
         max_len=batch.max_len + 1 + ahead,
         first_key=first_key,
         last_key=None,
+        features=None,
         recurrence=Recurrence(torch.full_like(rows.request, ahead), rows.request[:, None], first=ahead + 1),
         memo={},
     )

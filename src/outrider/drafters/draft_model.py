@@ -69,7 +69,8 @@ class DraftModel(Drafter):
 
     def _run(self, batch: Batch) -> Tensor:
         known = batch.input_ids.clamp(max=self.model.embed.vocab_size - 1)  # the target may have more padding ids
-        return self.model(replace(batch, input_ids=known)).last
+        # It sees an image's placeholder tokens, not the target's features, which are made for the target's layers.
+        return self.model(replace(batch, input_ids=known, features=None)).last
 
     def _logits(self, last: Tensor) -> Tensor:
         logits = self.model.logits(last)

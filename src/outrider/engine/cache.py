@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.layers.cached import CachedLayer, RecurrentLayer, cached_layers, recurrent_layers
-from outrider.types import NULL_PAGE, CacheSpec, Draft, Hidden, Latent, SlotState, Step, Verdict
+from outrider.types import NULL_PAGE, CacheSpec, Draft, Hidden, Images, Latent, SlotState, Step, Verdict
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Cache:
         if shape.num_axes > 1:
             width = self.state.tokens.shape[1]
             self.state.positions = torch.zeros(shape.num_slots, shape.num_axes, width, dtype=torch.long, device=device)
+        self._images: dict[int, Images] = {}  # by slot
         self.page_table = torch.zeros(shape.num_slots, shape.pages_per_request, dtype=torch.int32, device=device)
         tap_shape = (shape.num_taps, shape.hidden_size)
         self.carry = torch.zeros(shape.num_slots, *tap_shape, dtype=dtype, device=device)  # taps of the last kept row
@@ -78,22 +79,15 @@ class Cache:
             torch.zeros(*size, spec.num_heads, spec.value_dim, dtype=dtype, device=device),
         )
 
-    def admit(self, slot: int, tokens: Sequence[int], reused: Sequence[int], positions: Tensor | None = None) -> None:
-        """A request takes a slot: its known tokens, and the pages whose content it reuses.
-
-        positions [3, n] are the rotary ones of the first n tokens; what follows counts on from the highest."""
+    def admit(self, slot: int, tokens: Sequence[int], reused: Sequence[int], images: Images | None = None) -> None:
+        """A request takes a slot: its known tokens, the pages whose content it reuses, the images of its prompt."""
         state = self.state
         state.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
         state.lengths[slot] = len(tokens)
         state.computed[slot] = len(reused) * self.shape.page_size
         state.draft_count[slot] = 0
         state.kept_state[slot] = 0
-        if state.positions is not None:
-            state.positions[slot] = torch.arange(state.positions.shape[-1])
-            if positions is not None:
-                known = positions.shape[1]
-                state.positions[slot, :, known:] += positions.max() + 1 - known
-                state.positions[slot, :, :known] = positions
+        self._place_images(slot, images)
         for layer in self.recurrent:
             assert layer.states is not None
             assert not reused, "a recurrent state does not come with a page"
@@ -103,6 +97,35 @@ class Cache:
         self.set_pages(slot, 0, reused)
         if reused and self.shape.num_taps:
             self.carry[slot] = self.tails[reused[-1]]
+
+    def _place_images(self, slot: int, images: Images | None) -> None:
+        state = self.state
+        if state.positions is not None:
+            state.positions[slot] = torch.arange(state.positions.shape[-1])
+            if images is not None and images.positions is not None:  # what follows counts on from the highest
+                known = images.positions.shape[1]
+                state.positions[slot, :, known:] += int(images.positions.max()) + 1 - known
+                state.positions[slot, :, :known] = images.positions
+        if images is None and not self._images:
+            return
+        self._images.pop(slot, None)
+        if images is not None:
+            self._images[slot] = images
+        self._rebuild_features()
+
+    def _rebuild_features(self) -> None:
+        """The features of all slots, one after the other, and who has which. Admissions with images are rare."""
+        state, size = self.state, self.state.tokens.shape
+        device = state.tokens.device
+        state.feature_rows = torch.full(size, -1, dtype=torch.long, device=device)
+        state.last_key = torch.arange(size[1], device=device).repeat(size[0], 1)
+        first = 0
+        for slot, images in self._images.items():
+            state.feature_rows[slot, images.indices] = first + torch.arange(len(images.indices), device=device)
+            first += len(images.indices)
+            for begin, end in images.spans:
+                state.last_key[slot, begin:end] = end - 1
+        state.features = torch.cat([images.features for images in self._images.values()]) if self._images else None
 
     def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
         if pages:

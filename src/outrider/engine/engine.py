@@ -101,7 +101,7 @@ class Engine:
         page_size = self.cache.shape.page_size
         for request in self.scheduler.admitted:
             reused = request.pages[: request.num_computed // page_size]
-            self.cache.admit(request.slot, request.tokens, reused)
+            self.cache.admit(request.slot, request.tokens, reused, request.images)
             request.num_placed = len(reused)
         for work in plan:
             request = work.request

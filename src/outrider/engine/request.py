@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.sampling_params import SamplingParams, Speculation
 from outrider.tokenizer import Detokenizer, StopChecker, Tokenizer
+from outrider.types import Images
 
 
 class Status(Enum):
@@ -58,6 +59,8 @@ class Request:
     end_ids: frozenset[int] = frozenset()  # end-of-text tokens, empty under ignore_eos
     text: TextStream | None = None
     bad_words: list[list[int]] = field(default_factory=list)
+    images: Images | None = None
+    unsplit: tuple[tuple[int, int], ...] = ()  # parts of the prompt (begin, end) that must be run in one pass
     # where it stands
     status: Status = Status.WAITING
     tokens: list[int] = field(default_factory=list)  # prompt, then what was generated
@@ -93,6 +96,27 @@ class Request:
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def named_tokens(self) -> list[int]:
+        """The tokens as they name pages: an image's placeholders are all alike, so its content stands for them."""
+        if self.images is None:
+            return self.tokens
+        tokens = list(self.tokens)
+        for index, name in zip(self.images.indices.tolist(), self.images.names, strict=True):
+            tokens[index] = name
+        return tokens
+
+    def has_images_after(self, index: int) -> bool:
+        return self.images is not None and any(end > index for _, end in self.images.spans)
+
+    def whole(self, start: int, num_rows: int) -> int:
+        """How many rows from `start` to run, given room for `num_rows`, so that nothing unsplit is cut: fewer, or
+        more where an unsplit part begins right there."""
+        for begin, end in self.unsplit:
+            if begin < start + num_rows < end:
+                return begin - start if begin > start else end - start
+        return num_rows
 
     @property
     def finished(self) -> bool:

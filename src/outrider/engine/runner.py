@@ -39,6 +39,7 @@ class Runner:
         starts = state.computed[slots]
         indices = starts[request] + torch.arange(total, device=self.device) - query_start[request]
         page_table = cache.page_table[slots]
+        images = any(work.request.has_images_after(work.start) for work in plan)
         judged = 1 + max(work.num_drafts for work in plan)
         first = query_start[1:] - 1 - num_drafts  # the row of the last known token
         column = torch.arange(judged, device=self.device)
@@ -56,6 +57,8 @@ class Runner:
             max_len=max(work.start + work.num_rows for work in plan),
             max_rows=max(work.num_rows for work in plan),
             recurrence=Recurrence(state.kept_state[slots], logit_rows) if cache.recurrent else None,
+            features=state.features_at(slots[request], indices) if images else None,
+            last_key=state.last_key[slots[request], indices] if images and state.last_key is not None else None,
         )
         return Step(
             batch=batch,

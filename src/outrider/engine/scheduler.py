@@ -103,7 +103,7 @@ class Scheduler:
         start = request.num_computed
         pending = len(request.tokens) - start
         num_drafts = min(request.num_drafts, request.remaining(self.limits.max_model_len) - 1) if pending == 1 else 0
-        num_rows = min(pending + max(num_drafts, 0), budget)
+        num_rows = request.whole(start, min(pending + max(num_drafts, 0), budget))
         num_drafts = max(num_rows - pending, 0)
         return Work(request, start, num_rows, num_drafts, emits=num_rows >= pending)
 
@@ -126,7 +126,7 @@ class Scheduler:
         reused = self.pool.match(names)
         start = len(reused) * self.limits.page_size
         pending = len(request.tokens) - start
-        num_rows = min(pending, budget)
+        num_rows = request.whole(start, min(pending, budget))
         fresh = self.pool.allocate(self._pages_for(len(request.tokens)) - len(reused))
         if fresh is None:  # not before the whole of it fits, or it would soon be sent back
             self.pool.release(reused)
@@ -148,7 +148,10 @@ class Scheduler:
         log-probabilities are wanted."""
         if not self.limits.prefix_caching or request.params.prompt_logprobs is not None:
             return []
-        return page_hashes(request.tokens[:-1], self.limits.page_size)
+        names = page_hashes(request.named_tokens[:-1], self.limits.page_size)
+        while request.whole(0, len(names) * self.limits.page_size) != len(names) * self.limits.page_size:
+            names.pop()  # the last page ends inside an image
+        return names
 
     def preempt(self, request: Request) -> None:
         """Takes its pages and its slot; what it has said so far is recomputed when its turn comes again."""
@@ -175,7 +178,7 @@ class Scheduler:
         size, known = self.limits.page_size, len(request.page_names)
         if request.num_computed // size <= known:
             return
-        full = request.tokens[: request.num_computed // size * size]
+        full = request.named_tokens[: request.num_computed // size * size]
         names = page_hashes(full, size, known, *request.page_names[-1:])
         for page, name in zip(request.pages[known:], names, strict=False):
             self.pool.name(page, name)

@@ -30,8 +30,12 @@ class Embedding(nn.Module):
 
 
 def embed_rows(embed: Embedding, batch: Batch) -> Tensor:
-    """The embeddings of a batch's rows [T, H]."""
-    return embed(batch.input_ids)
+    """The embeddings of a batch's rows [T, H]; those of images come from the vision tower, at no scale."""
+    x = embed(batch.input_ids)
+    if batch.features is None or batch.features.values.shape[-1] != embed.hidden_size:
+        return x
+    is_image, values = batch.features.at(0)
+    return torch.where(is_image, values.to(x.dtype), x)
 
 
 class Head(nn.Module):

@@ -2,7 +2,7 @@
 A target file knows one architecture: its config, its network and its tensor names. It holds no speculative code."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -29,6 +29,19 @@ class Mtp:
     feeds_normed: bool  # what is fed back, or to the next module, is the module's output after its norm
     chained: bool = True  # module k + 1 takes module k's output, else the target's hidden state like module 0
     zero_first_embedding: bool = False  # at position 0
+
+
+@dataclass(frozen=True)
+class Vision:
+    """How images enter a prompt of this target. The tower itself is transformers' own (see vision.py)."""
+
+    image_token: int  # the id of every token that an image's features stand for
+    marker: int  # the id whose text stands for one image in a prompt that a person or a chat template wrote
+    # what becomes of the marker's text: (number of features, text of an id) -> text
+    expand: Callable[[int, Callable[[int], str]], str]
+    # (token ids, the image processor's output) -> rotary positions [3, n], where they are not the index
+    positions: Callable[[Sequence[int], Mapping[str, Any]], Tensor] | None = None
+    unsplit: bool = False  # some layers look both ways within an image, so it must be run in one pass
 
 
 class Target(nn.Module):
@@ -80,6 +93,11 @@ class Target(nn.Module):
                 streams[number] = x
         stacked = torch.stack([streams[tap] for tap in taps], dim=1) if taps else x.new_empty(len(x), 0, x.shape[-1])
         return Hidden(last=x, taps=stacked)
+
+    @property
+    def vision(self) -> Vision | None:
+        """How it takes images, where it can and the checkpoint has a tower for them."""
+        return None
 
     @property
     def mtp(self) -> Mtp | None:
