@@ -22,7 +22,8 @@ from outrider.models.base import Target
 from outrider.outputs import RequestOutput
 from outrider.sampling_params import SamplingParams, Speculation
 from outrider.tokenizer import Tokenizer
-from outrider.types import Checkpoint
+from outrider.types import Checkpoint, Images
+from outrider.vision import VisionTower, pictures_of, prompt_with_images, vision_of
 
 DEFAULT_DIRECTORY = Path(__file__).parent / "default"
 AUTO = "auto"  # speculative_config: the embedded drafter with the embedded target, no drafter with any other
@@ -64,6 +65,7 @@ class LLM:
         self.engine, self.budget = _load(self.config, progress)
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
+        self._tower: VisionTower | None = None  # loaded with the first image
 
     # life
 
@@ -141,7 +143,10 @@ class LLM:
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> dict[str, Any]:
         """A conversation as a prompt, through the checkpoint's chat template."""
         tokenizer = self._need_tokenizer("a chat")
-        text = tokenizer.chat([dict(message) for message in messages], **template_kwargs)
+        plain, pictures = pictures_of(messages)
+        text = tokenizer.chat(plain, **template_kwargs)
+        if pictures:
+            return {"prompt": text, "multi_modal_data": {"image": pictures}, "add_special_tokens": False}
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -177,7 +182,7 @@ class LLM:
     def _requests(self, prompt: Prompt, params: SamplingParams, number: int) -> list[Request]:
         """The requests of one prompt (n of them), checked before anything runs."""
         name = f"prompt {number}"
-        ids = self._prompt_ids(prompt, name)
+        ids, images = self._take_in(prompt, name)
         self._check_ids(ids, name)
         if len(ids) >= self.max_model_len:
             raise ValueError(
@@ -187,7 +192,12 @@ class LLM:
         self._check_params(params)
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         request_id = f"request-{next(self._ids)}"
-        return [self._request(f"{request_id}-{index}", ids, params, seed + index) for index in range(params.n)]
+        requests = [self._request(f"{request_id}-{index}", ids, params, seed + index) for index in range(params.n)]
+        for request in requests:
+            if images is not None:
+                request.images = images
+                request.unsplit = images.spans if vision_of(self.target).unsplit else ()
+        return requests
 
     def _request(self, request_id: str, ids: list[int], params: SamplingParams, seed: int) -> Request:
         tokenizer = self.tokenizer
@@ -204,6 +214,28 @@ class LLM:
     @property
     def end_ids(self) -> frozenset[int]:
         return self.engine.end_ids
+
+    def _take_in(self, prompt: Prompt, name: str) -> tuple[list[int], Images | None]:
+        """Token ids, and the images of a prompt {"prompt": ..., "multi_modal_data": {"image": ...}}."""
+        data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+        if not data:
+            return self._prompt_ids(prompt, name), None
+        assert isinstance(prompt, Mapping)
+        unknown = sorted(set(data) - {"image"})
+        if unknown:
+            raise ValueError(f"{name}: multi_modal_data knows image only, not {', '.join(unknown)}")
+        pictures = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
+        vision_of(self.target)
+        tokenizer = self._need_tokenizer(f"{name} with an image")
+        if self._tower is None:
+            checkpoint = open_checkpoint(self.config.model)
+            try:
+                self._tower = VisionTower(checkpoint, self.target)
+            finally:
+                checkpoint.close()
+        given = prompt.get("prompt_token_ids") or prompt["prompt"]
+        special = bool(prompt.get("add_special_tokens", True))
+        return prompt_with_images(given, pictures, self._tower, tokenizer, add_special_tokens=special)
 
     def _prompt_ids(self, prompt: Prompt, name: str) -> list[int]:
         if isinstance(prompt, Mapping):

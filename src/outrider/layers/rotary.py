@@ -57,7 +57,7 @@ class Rotary:
             return positions[:, None]
         if self.axes is None:
             return positions[0][:, None]  # knows time only
-        return positions[self.axes.to(positions.device)].T
+        return positions[self.axes.to(positions.device)].T.contiguous()
 
 
 def _axes(settings: dict[str, Any], num_frequencies: int) -> Tensor | None:
