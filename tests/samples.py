@@ -30,6 +30,43 @@ def drafter_settings(method: str, directory: Path, target: Callable[..., Path], 
     raise AssertionError(f"tests/samples.py has no sample of the method {method!r}: add one")
 
 
+def told(step: Step, truth: list[list[int]], lookahead: int, skill: float, vocab_size: int) -> Draft:
+    """Drafts from the true continuations, each token right with probability `skill`. Keyed by the text, so that the
+    same text always gets the same draft."""
+    rows, counts = [], []
+    for slot in step.batch.slots.tolist():
+        length = int(step.state.lengths[slot])
+        text = step.state.tokens[slot, :length].tolist()
+        (known, *_) = [each for each in truth if each[:length] == text] or [text]
+        draft = (known[length:] + [0] * lookahead)[:lookahead]
+        generator = torch.Generator().manual_seed(hash(tuple(text)) % 2**31)
+        wrong = torch.rand(lookahead, generator=generator) > skill
+        count = int(torch.randint(0, lookahead + 1, (), generator=generator))
+        rows.append([(token + bool(w)) % vocab_size for token, w in zip(draft, wrong.tolist(), strict=True)])
+        counts.append(min(count, step.depth))
+    device = step.batch.slots.device
+    count = torch.where(step.emits, torch.tensor(counts, device=device), 0)
+    return Draft(torch.tensor(rows, device=device), count)
+
+
+def guide(drafter: Drafter, truth: list[list[int]], vocab_size: int, skill: float = 0.7) -> None:
+    """Wherever a text's length is even, the drafter's own proposal is replaced by one that is mostly right: a random
+    drafter is always wrong, and would never be tried with accepted drafts."""
+    propose = drafter.propose
+
+    def guided(step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
+        own = propose(step, hidden, verdict)
+        if not step.depth:
+            return own
+        other = told(step, truth, drafter.lookahead, skill, vocab_size)
+        replaced = step.state.lengths[step.batch.slots] % 2 == 0
+        return Draft(
+            torch.where(replaced[:, None], other.tokens, own.tokens), torch.where(replaced, other.count, own.count)
+        )
+
+    drafter.propose = guided  # type: ignore[method-assign]
+
+
 @drafters.register("oracle")
 class Oracle(Drafter):
     """Knows the true continuations (told through `truth`) and gets a token right with probability `skill`.
@@ -54,18 +91,4 @@ class Oracle(Drafter):
         assert shifted(hidden, extension, step).shape[0] == len(extension.batch.input_ids)
         if not step.depth:
             return no_draft(step, self.lookahead)
-        rows, counts = [], []
-        for slot in step.batch.slots.tolist():
-            length = int(step.state.lengths[slot])
-            text = step.state.tokens[slot, :length].tolist()
-            (known, *_) = [each for each in self.truth if each[:length] == text] or [text]
-            draft = (known[length:] + [0] * self.lookahead)[: self.lookahead]
-            # keyed by the text, so that the same text always gets the same draft
-            generator = torch.Generator().manual_seed(hash(tuple(text)) % 2**31)
-            wrong = torch.rand(self.lookahead, generator=generator) > self.skill
-            count = int(torch.randint(0, self.lookahead + 1, (), generator=generator))
-            rows.append([(token + bool(w)) % self.vocab_size for token, w in zip(draft, wrong.tolist(), strict=True)])
-            counts.append(min(count, step.depth))
-        device = step.batch.slots.device
-        count = torch.where(step.emits, torch.tensor(counts, device=device), 0)
-        return Draft(torch.tensor(rows, device=device), count)
+        return told(step, self.truth, self.lookahead, self.skill, self.vocab_size)

@@ -15,7 +15,7 @@ LAYERS = [
     {"drafters"},
     {"engine"},
     {"outputs", "vision"},
-    {"llm"},
+    {"llm", "matrix"},
     {"console", "conversation", "measure"},
     {"certify", "bench"},
     {"cli"},

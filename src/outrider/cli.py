@@ -1,4 +1,4 @@
-"""The outrider command: generate, chat, certify, bench, version.
+"""The outrider command: generate, chat, certify, bench, matrix, version.
 A ValueError is the user's to mend and becomes one line on standard error with exit status 2; --debug shows it all."""
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from outrider.console import (
     show_card,
     show_comparison,
     show_error,
+    show_matrix,
     show_note,
 )
 from outrider.conversation import Conversation, converse
 from outrider.llm import LLM, Prompt
+from outrider.matrix import as_json as matrix_json
+from outrider.matrix import support_matrix
 from outrider.measure import NUM_TIMED_RUNS, Comparison, Question, Run, compare, method_of, run
 from outrider.sampling_params import SamplingParams
 
@@ -117,6 +120,10 @@ PromptArgument = Annotated[
 PromptFile = Annotated[
     Path | None, typer.Option("--prompt-file", "-f", help="A file that holds the prompt.", exists=True, dir_okay=False)
 ]
+ImageFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--image", "-i", help="An image to ask about; again for more.", exists=True, dir_okay=False),
+]
 ChatTemplate = Annotated[bool | None, typer.Option("--chat/--no-chat", help=_CHAT_HELP)]
 ComparePlain = Annotated[bool, _option(_OUTPUT, "--compare", help=_COMPARE_HELP)]
 AsJson = Annotated[bool, _option(_OUTPUT, "--json", help="Print one JSON object and nothing else.")]
@@ -178,6 +185,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 def generate(
     prompt: PromptArgument = None,
     prompt_file: PromptFile = None,
+    image: ImageFiles = None,
     chat_template: ChatTemplate = None,
     model: Model = None,
     draft: Draft = None,
@@ -206,6 +214,7 @@ def generate(
       outrider generate - --model org/name --draft org/name-eagle3 < prompt.txt
       outrider generate "a b c a b" -m DIRECTORY -d ngram --no-chat
       outrider generate "Hello" --temperature 0.8 --seed 7 --json
+      outrider generate "What is this?" --image photo.jpg --model org/name-vl
     """
     consoles = open_consoles(no_color=no_color)
     speculative = resolve_speculation(model, draft, no_draft, speculative_config, num_speculative_tokens)
@@ -222,7 +231,7 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     # A comparison computes every prompt afresh: found in the cache, it would flatter the drafter.
     with options.load(consoles, prefix_caching=not compare_plain) as llm:
-        question = Question(_wrap_prompt(llm, text, chat_template), params)
+        question = Question(_wrap_prompt(llm, text, image or [], chat_template), params)
         first = _run_and_show(llm, question, None if as_json else consoles)
         comparison = None
         if compare_plain and not first.interrupted:
@@ -240,11 +249,16 @@ def generate(
         raise typer.Exit(EXIT_DIFFERENT)
 
 
-def _wrap_prompt(llm: LLM, text: str, chat_template: bool | None) -> Prompt:
+def _wrap_prompt(llm: LLM, text: str, images: list[Path], chat_template: bool | None) -> Prompt:
     """As a message where that is wanted, or where nothing was said and the checkpoint has a chat template."""
     if chat_template is None:
         chat_template = llm.tokenizer is not None and llm.tokenizer.has_chat_template
-    return llm.chat_prompt([{"role": "user", "content": text}]) if chat_template else text
+    if not chat_template:
+        return {"prompt": text, "multi_modal_data": {"image": images}} if images else text
+    if not images:
+        return llm.chat_prompt([{"role": "user", "content": text}])
+    parts = [{"type": "image", "image": image} for image in images]
+    return llm.chat_prompt([{"role": "user", "content": [*parts, {"type": "text", "text": text}]}])
 
 
 def _run_and_show(llm: LLM, question: Question, consoles: Consoles | None) -> Run:
@@ -327,6 +341,24 @@ def chat(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, top_p=top_p, top_k=top_k)
     with ModelOptions(model, speculative, dtype, device, max_model_len).load(consoles) as llm:
         converse(Conversation(llm, params, consoles, system))
+
+
+@app.command()
+def matrix(as_json: AsJson = False, no_color: NoColor = False) -> None:
+    """Which targets work with which drafters.
+
+    A target goes by the architecture in its config.json, a drafter by its method in --speculative-config.
+
+    \b
+    Examples:
+      outrider matrix
+      outrider matrix --json | jq '.matrix.Gemma3ForCausalLM'
+    """
+    cells = support_matrix()
+    if as_json:
+        typer.echo(json.dumps(matrix_json(cells)))
+    else:
+        show_matrix(open_consoles(no_color=no_color).out, cells)
 
 
 @app.command()

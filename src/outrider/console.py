@@ -4,7 +4,7 @@ The answer itself goes to standard output; everything about it goes to standard 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,11 @@ from pathlib import Path
 from rich.console import COLOR_SYSTEMS, Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.style import Style
+from rich.table import Table
 from rich.text import Text
 
 from outrider.engine.loader import Progress as OnProgress
+from outrider.matrix import Cell
 from outrider.measure import Comparison, Run
 from outrider.outputs import CompletionOutput
 from outrider.sampling_params import Speculation
@@ -154,6 +156,16 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     else:
         verdict = Text(f"NO, they part at token {comparison.difference + 1}", "bold red")
     _row(console, "identical", verdict)
+
+
+def show_matrix(console: Console, cells: Sequence[Cell]) -> None:
+    """A row for every target, a column for every drafter."""
+    methods = sorted({cell.drafter for cell in cells})
+    table = Table("target", *methods, box=None, header_style="dim")
+    for target in sorted({cell.target for cell in cells}):
+        supported = {cell.drafter: cell.supported for cell in cells if cell.target == target}
+        table.add_row(target, *("yes" if supported[method] else "-" for method in methods))
+    console.print(table)
 
 
 def _row(console: Console, label: str, value: Text) -> None:

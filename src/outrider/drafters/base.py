@@ -35,6 +35,11 @@ class Drafter(nn.Module):
         """How surely a checkpoint with this config.json is one of this method's: 0 no, 1 perhaps, 2 yes."""
         return 0
 
+    @classmethod
+    def suits(cls, target: type[Target]) -> bool:
+        """Whether a drafter of this method can exist for such targets."""
+        return True
+
     def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
         """Drafts for every request of the step, already committed; [B, lookahead] tokens."""
         raise NotImplementedError
