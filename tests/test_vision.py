@@ -13,8 +13,10 @@ import torch
 from samples import METHODS, Oracle, drafter_settings
 
 from outrider import LLM, SamplingParams
+from outrider.drafters.eagle3 import Eagle3Network
 from outrider.llm import total_speculation
 from outrider.models.qwen2_5_vl import grid_positions
+from outrider.types import Batch
 
 pytest.importorskip("PIL", reason="images need the vision extra")
 from PIL import Image
@@ -261,3 +263,37 @@ def test_a_tower_tensor_that_is_missing_is_named(vision_path: Callable[[str], Pa
     save_file(tensors, path / "model.safetensors")
     with LLM(path, None, **SMALL) as llm, pytest.raises(ValueError, match=r"lacks tensor visual\.blocks\.1\.attn\.qkv"):
         llm.generate([{"prompt": "<img>", "multi_modal_data": {"image": picture(1)}}], GREEDY)
+
+
+def test_a_feature_drafter_gets_the_positions_of_the_states_it_reads(
+    vision_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of an EAGLE-3 head stand one token after the hidden state they read, whose three positions they have, and
+    whose image features are embedded: across chunks, after prefix hits, and while drafting."""
+    seen: list[tuple[int, list[int], bool]] = []
+    forward = Eagle3Network.forward
+
+    def spy(self: Eagle3Network, embedding: Any, state: Any, batch: Batch) -> Any:
+        shown = embedding - self_embed(batch.input_ids)
+        for row, index in enumerate(batch.indices.tolist()):
+            if int(batch.write_locations[row]) >= SMALL["page_size"]:  # not written to the dump
+                seen.append((index, batch.positions[:, row].tolist(), bool(shown[row].any())))
+        return forward(self, embedding, state, batch)
+
+    monkeypatch.setattr(Eagle3Network, "forward", spy)
+    rope = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    settings = {"method": "eagle3", "model": str(tiny.save_eagle3(tmp_path / "eagle3", **rope))}
+    prompt = prompts_of("qwen2_5_vl")[0]
+    with LLM(vision_path("qwen2_5_vl"), settings, **SMALL, max_num_batched_tokens=9, max_num_seqs=1) as llm:
+        self_embed = llm.target.embed
+        ids = llm.generate([prompt], GREEDY)[0].prompt_token_ids
+        inputs = processor("qwen2_5_vl")(images=images_of(prompt), return_tensors="pt")
+        known = grid_positions(ids, inputs["image_grid_thw"], IMAGE, 2)
+        assert llm.generate([prompt], GREEDY)[0].num_cached_tokens > 0
+    after = int(known.max()) + 1 - len(ids)
+    positions = [*known.T.tolist(), *([index + after] * 3 for index in range(len(ids), 160))]
+    assert len(seen) > len(ids)
+    assert all(place == positions[index - 1] for index, place, _ in seen)
+    # the one row beyond a chunk is made up for at the beginning of the next
+    assert {index for index, _, has_features in seen if has_features} == {i for i, t in enumerate(ids) if t == IMAGE}
+    assert any(place[0] != place[2] for _, place, _ in seen)
