@@ -2,7 +2,6 @@
 A real file is read too where OUTRIDER_TEST_GGUF names one."""
 
 import contextlib
-import os
 import random
 import struct
 import sys
@@ -12,116 +11,23 @@ import gguf
 import numpy
 import pytest
 import torch
+from gguf_files import (
+    add_embedding,
+    finish,
+    interleave,
+    minimal_file,
+    minimal_writer,
+    real_file,
+    tiny_model,
+    write_model,
+)
 
 from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
-from outrider.engine.gguf import TENSOR_TYPES, GgufCheckpoint
+from outrider.engine.gguf import GgufCheckpoint
+from outrider.engine.gguf_file import TENSOR_TYPES
 from outrider.tokenizer import Detokenizer
 
 QUANTISED = [name for name, block_len, _ in TENSOR_TYPES.values() if block_len > 1]
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-MODEL_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
-
-# Writing
-
-
-def minimal_writer(path: Path, family: str = "llama") -> gguf.GGUFWriter:
-    """A file with every setting that a model needs, and no tensors yet."""
-    writer = gguf.GGUFWriter(path, family)
-    writer.add_block_count(1)
-    writer.add_context_length(128)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_layer_norm_rms_eps(1e-5)
-    return writer
-
-
-def add_embedding(writer: gguf.GGUFWriter) -> None:
-    writer.add_tensor("token_embd.weight", numpy.arange(8 * 32, dtype=numpy.float32).reshape(8, 32))
-
-
-def finish(writer: gguf.GGUFWriter) -> Path:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return writer.path
-
-
-def minimal_file(tmp_path: Path) -> Path:
-    writer = minimal_writer(tmp_path / "model.gguf")
-    add_embedding(writer)
-    return finish(writer)
-
-
-def interleave(weight: numpy.ndarray, num_heads: int) -> numpy.ndarray:
-    """llama.cpp's order of q and k rows: the two halves that rope rotates together, row by row."""
-    heads = numpy.split(weight, num_heads)
-    return numpy.concatenate([numpy.stack(numpy.split(head, 2), axis=1).reshape(head.shape) for head in heads])
-
-
-def gguf_name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem in MODEL_NAMES:
-        return f"{MODEL_NAMES[stem]}.{kind}"
-    _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{LAYER_NAMES[rest]}.{kind}"
-
-
-def write_model(path: Path, model, family: str) -> Path:
-    config = model.config
-    writer = gguf.GGUFWriter(path, family)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    for name, tensor in model.state_dict().items():
-        array = tensor.numpy()
-        if family == "llama" and "q_proj" in name:
-            array = interleave(array, config.num_attention_heads)
-        if family == "llama" and "k_proj" in name:
-            array = interleave(array, config.num_key_value_heads)
-        if not (name == "lm_head.weight" and config.tie_word_embeddings):
-            writer.add_tensor(gguf_name(name), array)
-    return finish(writer)
-
-
-def tiny_model(family: str, **options: object):
-    transformers = pytest.importorskip("transformers")
-    config_class, model_class = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    }[family]
-    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    rope = {"rope_type": "default", "rope_theta": 5e5}
-    config = config_class(
-        **sizes, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, rope_parameters=rope, **options
-    )
-    torch.manual_seed(0)
-    model = model_class(config)
-    for parameter in model.parameters():  # norms and biases too, which begin as ones and zeros
-        parameter.data.normal_()
-    return model
 
 
 # Models
@@ -437,10 +343,7 @@ def test_the_tokenizer_of_a_file(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def real_path() -> Path:
-    path = os.environ.get("OUTRIDER_TEST_GGUF")
-    if not path:
-        pytest.skip("set OUTRIDER_TEST_GGUF to the path of a SmolLM2-135M-Instruct GGUF to run this")
-    return Path(path)
+    return real_file("OUTRIDER_TEST_GGUF", "SmolLM2-135M-Instruct")
 
 
 def test_a_real_model(real_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from outrider.engine.gguf import Metadata
+from outrider.engine.gguf_file import Metadata
 from outrider.tokenizer import SPECIAL_TOKEN_NAMES, Tokenizer, surround
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # the kinds in tokenizer.ggml.token_type
@@ -73,7 +73,6 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer | None:
         raise ValueError(f"{metadata.path}: the tokenizer {model!r} cannot be read, only {known}; use safetensors")
     vocabulary = _read_vocabulary(metadata)
     backend, add_bos = MODELS[model](vocabulary)
-    _add_tokens(backend, vocabulary)
     bos = vocabulary.special("bos") if metadata.get("tokenizer.ggml.add_bos_token", bool, add_bos) else None
     eos = vocabulary.special("eos") if metadata.get("tokenizer.ggml.add_eos_token", bool, False) else None
     surround(backend, bos, eos)
@@ -113,11 +112,11 @@ def _read_templates(metadata: Metadata) -> dict[str, str]:
     return templates | ({"default": metadata.get(key, str)} if key in metadata.values else {})
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
-    """Tokens that are found in a text as they stand, before any splitting."""
+def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, *, normalised: bool = False) -> None:
+    """Tokens that are found in a text as they stand, before any splitting; plain ones maybe in the normalised text."""
     special, plain = vocabulary.of_kind(CONTROL, UNKNOWN), vocabulary.of_kind(USER_DEFINED)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
+    backend.add_tokens([AddedToken(token, special=False, normalized=normalised) for token in plain])
 
 
 def _byte_level(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
@@ -136,6 +135,7 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     bytes_as_characters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_as_characters])
     backend.decoder = decoders.ByteLevel()
+    _add_tokens(backend, vocabulary)
     return backend, splitting.add_bos
 
 
@@ -146,12 +146,15 @@ def _sentencepiece(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     backend = _byte_pair_backend(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     spaces = normalizers.Replace(" ", "▁")
     text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if vocabulary.metadata.get("tokenizer.ggml.add_space_prefix", bool, True):
+    add_prefix = vocabulary.metadata.get("tokenizer.ggml.add_space_prefix", bool, True)
+    if add_prefix:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
         text.append(decoders.Strip(" ", 1, 0))
     else:
         backend.normalizer = spaces
     backend.decoder = decoders.Sequence(text)
+    # Gemma's runs of spaces may be written with either kind of space; with a prefix, every token would begin with it.
+    _add_tokens(backend, vocabulary, normalised=not add_prefix)
     return backend, True
 
 
@@ -179,12 +182,10 @@ def _merges_from_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Sentencepiece joins the neighbours that make the best-scored piece: all ways to make each piece, best first."""
     metadata, ids = vocabulary.metadata, vocabulary.ids
     scores = metadata.get("tokenizer.ggml.scores", list)
-    if len(scores) != len(vocabulary.tokens):
+    if len(scores) != len(vocabulary.tokens) or not all(type(score) is float for score in scores):
         raise ValueError(f"{metadata.path}: its tokens and scores do not match; convert the model again")
-    ranked = []
-    for piece in vocabulary.of_kind(NORMAL):
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in ids and right in ids:
-                ranked.append((-scores[ids[piece]], ids[left], ids[right], left, right))
-    return [(left, right) for *_, left, right in sorted(ranked)]
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(vocabulary.of_kind(NORMAL), key=lambda piece: -scores[ids[piece]]):
+        cuts = [cut for cut in range(1, len(piece)) if piece[:cut] in ids and piece[cut:] in ids]
+        merges += [(piece[:cut], piece[cut:]) for cut in cuts]
+    return merges

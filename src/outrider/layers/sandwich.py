@@ -1,0 +1,45 @@
+"""Gemma's decoder block: attention and MLP are normed on their way in and on their way out, then added to the
+residual stream."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from outrider.layers.attention import SelfAttention
+from outrider.layers.block import attention_weights, mlp_weights
+from outrider.layers.mlp import GatedMLP
+from outrider.layers.norm import RMSNorm
+from outrider.types import Batch, Weight
+
+
+class SandwichBlock(nn.Module):
+    """Subclasses may say what the feed-forward part answers (`feed`)."""
+
+    def __init__(self, attention: nn.Module, mlp: GatedMLP, norms: Sequence[RMSNorm]) -> None:
+        """norms: before attention, after it, before the MLP, after it."""
+        super().__init__()
+        self.attention = attention
+        self.mlp = mlp
+        self.attention_norm, self.attended_norm, self.mlp_norm, self.fed_norm = norms
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The residual stream [T, H] -> what is normed and added to it."""
+        return self.mlp(self.mlp_norm(x))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x = x + self.attended_norm(self.attention(self.attention_norm(x), batch))
+        return x + self.fed_norm(self.feed(x))
+
+
+def sandwich_weights(block: SandwichBlock, source: str) -> dict[str, Weight]:
+    """Checkpoint names of a block; `source` is e.g. "model.layers.3.". Of attention that is no SelfAttention the
+    target's file says them."""
+    weights = {
+        "attention_norm.weight": Weight((f"{source}input_layernorm.weight",)),
+        "attended_norm.weight": Weight((f"{source}post_attention_layernorm.weight",)),
+        "mlp_norm.weight": Weight((f"{source}pre_feedforward_layernorm.weight",)),
+        "fed_norm.weight": Weight((f"{source}post_feedforward_layernorm.weight",)),
+    }
+    if isinstance(block.attention, SelfAttention):
+        weights |= attention_weights(block.attention, f"{source}self_attn.", "attention.")
+    return weights | mlp_weights(block.mlp, f"{source}mlp.", "mlp.")
