@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from outrider.engine.gguf import GgufCheckpoint
 from outrider.engine.gguf_tokenizer import build_tokenizer
+from outrider.engine.quantised import dequantised
 from outrider.tokenizer import Tokenizer, read_json_object
 from outrider.types import Checkpoint
 
@@ -22,14 +23,14 @@ PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint:
-    """Opens a directory, a .gguf file, or a hub id such as "org/name"."""
+    """Opens a directory, a .gguf file, or a hub id such as "org/name". Quantised weights are shown as dense ones."""
     path = Path(source).expanduser()
     if path.is_dir():
-        return SafetensorsCheckpoint(path)
+        return dequantised(SafetensorsCheckpoint(path))
     if path.is_file():
         return _open_file(path)
     if isinstance(source, str) and _is_hub_id(source):
-        return _open_from_hub(source)
+        return dequantised(_open_from_hub(source))
     raise ValueError(f"{source} does not exist; give a checkpoint directory, a .gguf file, or a hub id like org/name")
 
 
