@@ -1,0 +1,159 @@
+"""Multi-head latent attention: all heads' keys and values come from one small vector per token, the only thing cached.
+Queries are taken to the latent space, not latents to the heads' (absorbed), in prefill and decoding alike."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from outrider.kernels.attention import AttentionOptions, paged_attention
+from outrider.kernels.linear import linear
+from outrider.kernels.rope import rope_write
+from outrider.layers.cached import CachedLayer
+from outrider.layers.linear import Linear
+from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Rotary
+from outrider.types import Batch, Latent, Weight
+
+INNER_EPS = 1e-6  # of the norms on query and latent, whatever rms_norm_eps says
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    hidden_size: int
+    num_heads: int
+    latent_dim: int  # kv_lora_rank
+    plain_dim: int  # qk_nope_head_dim: the part of a head's query and key that knows no position
+    rotary_dim: int  # qk_rope_head_dim: the part that turns; its key is shared by all heads
+    value_dim: int  # v_head_dim
+    query_rank: int | None = None  # q_lora_rank; None: queries come straight from the input
+    scale: float | None = None  # None: (plain_dim + rotary_dim) ** -0.5
+    bias: bool = False
+    interleaved: bool = True  # the checkpoint turns pairs (2 j, 2 j + 1), else (j, j + rotary_dim / 2)
+
+    @property
+    def query_width(self) -> int:
+        return self.num_heads * (self.plain_dim + self.rotary_dim)
+
+
+class LatentAttention(CachedLayer):
+    """Parameters are kept in the order that suits the computation: of queries the plain parts of all heads come before
+    the turning parts of all heads, and what turns is halved (j, j + rotary_dim / 2), whatever the checkpoint does."""
+
+    def __init__(self, shape: LatentShape, rotary: Rotary) -> None:
+        super().__init__(Latent(shape.latent_dim + shape.rotary_dim, shape.latent_dim))
+        self.shape = shape
+        self.rotary = rotary
+        scale = (shape.plain_dim + shape.rotary_dim) ** -0.5 if shape.scale is None else shape.scale
+        self.options = AttentionOptions(scale=scale)
+        rank, width = shape.query_rank, shape.query_width
+        self.inputs = Linear(
+            shape.hidden_size, (rank or width) + shape.latent_dim + shape.rotary_dim, bias=shape.bias
+        )  # queries (or what they come from), latent, the key that turns
+        self.query_norm = RMSNorm(rank, INNER_EPS) if rank is not None else None
+        self.query = Linear(rank, width) if rank is not None else None
+        self.latent_norm = RMSNorm(shape.latent_dim, INNER_EPS)
+        self.key_up = nn.Parameter(torch.empty(shape.num_heads, shape.latent_dim, shape.plain_dim))
+        self.value_up = nn.Parameter(torch.empty(shape.num_heads, shape.value_dim, shape.latent_dim))
+        self.output = Linear(shape.num_heads * shape.value_dim, shape.hidden_size, bias=shape.bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        assert self.pages is not None, "the layer has no cache memory yet"
+        shape, (keys, values) = self.shape, self.pages
+        query, latent, key = self.inputs(x).split(
+            [shape.query_rank or shape.query_width, shape.latent_dim, shape.rotary_dim], dim=-1
+        )
+        if self.query is not None and self.query_norm is not None:
+            query = self.query(self.query_norm(query))
+        plain, turning = (
+            part.unflatten(1, (shape.num_heads, -1))
+            for part in query.split([shape.num_heads * shape.plain_dim, shape.num_heads * shape.rotary_dim], dim=-1)
+        )  # [T, heads, plain_dim] and [T, heads, rotary_dim]
+        latent = self.latent_norm(latent)
+        # A page's row is the latent, which serves as the value, then the turned key: two writes into one row.
+        places = (keys[..., shape.latent_dim :], values)
+        turned = rope_write(turning, key[:, None], latent[:, None], self.rotary(batch), places, batch.write_locations)
+        absorbed = torch.cat([head_linear(plain, self.key_up), turned], dim=-1)  # [T, heads, latent_dim + rotary_dim]
+        attended = paged_attention(absorbed, self.pages, batch, self.options)  # [T, heads, latent_dim]
+        return self.output(head_linear(attended, self.value_up).flatten(1))
+
+
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, heads, in] and each head's own weight [heads, out, in] -> [T, heads, out]."""
+    if x.is_cpu:  # head after head: the rows of `linear` do not depend on each other
+        return torch.stack([linear(x[:, head], each) for head, each in enumerate(weight)], dim=1)
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+
+
+class LatentBlock(nn.Module):
+    """The pre-norm block: latent attention, then an MLP of any kind, each added to the residual stream."""
+
+    def __init__(self, attention: LatentAttention, mlp: nn.Module, eps: float) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(attention.shape.hidden_size, eps)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(attention.shape.hidden_size, eps)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), batch)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+# ---- where the parameters come from: DeepSeek's names and orders ----
+
+
+def latent_weights(shape: LatentShape, source: str, name: str) -> dict[str, Weight]:
+    """`source` is e.g. "model.layers.3.self_attn."."""
+
+    def queries(rows: Tensor) -> Tensor:
+        """[heads * (plain + rotary), in]: head by head -> all plain parts, then all that turn."""
+        heads = rows.unflatten(0, (shape.num_heads, shape.plain_dim + shape.rotary_dim))
+        plain, turning = heads.split([shape.plain_dim, shape.rotary_dim], dim=1)
+        return torch.cat([plain.flatten(0, 1), _halved(shape, turning).flatten(0, 1)])
+
+    def latent_and_key(rows: Tensor) -> Tensor:
+        latent, key = rows.split([shape.latent_dim, shape.rotary_dim])
+        return torch.cat([latent, _halved(shape, key[None])[0]])
+
+    def inputs(tensors: list[Tensor]) -> Tensor:
+        query, rest = tensors
+        return torch.cat([queries(query) if shape.query_rank is None else query, latent_and_key(rest)])
+
+    def bias(tensors: list[Tensor]) -> Tensor:
+        *query, rest = tensors
+        return torch.cat([*(query or [rest.new_zeros(shape.query_width)]), latent_and_key(rest)])
+
+    def key_up(tensors: list[Tensor]) -> Tensor:
+        return _keys_and_values(shape, tensors[0])[0].transpose(1, 2)
+
+    first = "q_proj" if shape.query_rank is None else "q_a_proj"
+    weights = {
+        "inputs.weight": Weight((f"{source}{first}.weight", f"{source}kv_a_proj_with_mqa.weight"), inputs),
+        "latent_norm.weight": Weight((f"{source}kv_a_layernorm.weight",)),
+        "key_up": Weight((f"{source}kv_b_proj.weight",), key_up),
+        "value_up": Weight((f"{source}kv_b_proj.weight",), lambda tensors: _keys_and_values(shape, tensors[0])[1]),
+        "output.weight": Weight((f"{source}o_proj.weight",)),
+    }
+    if shape.query_rank is not None:
+        weights["query_norm.weight"] = Weight((f"{source}q_a_layernorm.weight",))
+        weights["query.weight"] = Weight((f"{source}q_b_proj.weight",), lambda tensors: queries(tensors[0]))
+    if shape.bias:  # q_proj never has one
+        parts = ("q_a_proj", "kv_a_proj_with_mqa") if shape.query_rank is not None else ("kv_a_proj_with_mqa",)
+        weights["inputs.bias"] = Weight(tuple(f"{source}{part}.bias" for part in parts), bias)
+        weights["output.bias"] = Weight((f"{source}o_proj.bias",))
+    return {f"{name}{key}": weight for key, weight in weights.items()}
+
+
+def _halved(shape: LatentShape, rows: Tensor) -> Tensor:
+    """[heads, rotary_dim, ...]: pairs (2 j, 2 j + 1) become (j, j + rotary_dim / 2). Scores do not notice, as queries
+    and keys change alike."""
+    return torch.cat([rows[:, ::2], rows[:, 1::2]], dim=1) if shape.interleaved else rows
+
+
+def _keys_and_values(shape: LatentShape, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[heads * (plain + value), latent] -> [heads, plain, latent] and [heads, value, latent]."""
+    keys, values = rows.unflatten(0, (shape.num_heads, shape.plain_dim + shape.value_dim)).split(
+        [shape.plain_dim, shape.value_dim], dim=1
+    )
+    return keys, values
