@@ -32,6 +32,7 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 GEMMA3 = {
+    "rms_norm_eps": 1e-2,  # large enough to be noticed
     "head_dim": 16,
     "num_hidden_layers": 6,
     "sliding_window": 8,
@@ -43,22 +44,30 @@ GEMMA3 = {
     },
 }
 GEMMA4 = {
+    "rms_norm_eps": 1e-2,  # large enough to be noticed, and to keep small answers from being blown up
     "head_dim": 16,
     "num_hidden_layers": 6,
     "sliding_window": 8,
     "global_head_dim": 32,
     "tie_word_embeddings": True,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    "hidden_size_per_layer_input": 8,
+    # the last two read layers 3 and 1; the first three alone are a whole model too
+    "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 3 + ["full_attention"],
+    "hidden_size_per_layer_input": 12,
     "vocab_size_per_layer_input": VOCAB,
-    "num_kv_shared_layers": 3,
+    "num_kv_shared_layers": 2,
     "use_double_wide_mlp": True,
     "final_logit_softcapping": 30.0,
 }
-GEMMA4_DENSE = {**GEMMA4, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+GEMMA4_DENSE = {
+    **GEMMA4,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "num_global_key_value_heads": 1,  # which is heeded only where values are keys
+}
 GEMMA4_MOE = {
     **GEMMA4_DENSE,
-    "num_global_key_value_heads": 1,
+    "attention_bias": True,
     "attention_k_eq_v": True,
     "use_double_wide_mlp": False,
     "enable_moe_block": True,
@@ -85,14 +94,15 @@ GEMMA4_VISION = {
     "position_embedding_size": 64,
 }
 DEEPSEEK = {
+    "rms_norm_eps": 1e-2,  # large enough to be noticed: some of the norms do not use it
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
     "q_lora_rank": 24,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 20,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
     "n_shared_experts": 2,
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
@@ -104,17 +114,17 @@ DEEPSEEK_YARN = {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 1.2, "beta_fast":
 NEMOTRON = {
     "hybrid_override_pattern": "M-M*ME",
     "head_dim": 16,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "ssm_state_size": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 20,
+    "ssm_state_size": 24,
     "n_groups": 2,
     "conv_kernel": 4,
     "chunk_size": 16,
     "time_step_min": 1e-20,  # the reference clamps by it in prefill and not in decoding; nothing else clamps
-    "n_routed_experts": 4,
+    "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 40,
     "moe_shared_expert_intermediate_size": 48,
     "routed_scaling_factor": 2.5,
     "n_group": 1,
@@ -124,9 +134,9 @@ STEP = {
     "num_attention_groups": 2,
     "head_dim": 16,
     "rms_norm_eps": 1e-5,
-    "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
-    "rope_theta": [5e6, 1e4, 1e4, 1e4],
-    "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "rope_theta": [5e6, 1e4, 1e4, 5e6],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
     "rope_scaling": {
         "rope_type": "llama3",
         "factor": 2.0,
@@ -148,8 +158,8 @@ STEP = {
     "share_expert_dim": 32,
     "moe_layers_enum": "1,2,3",
     "moe_router_scaling_factor": 3.0,
-    "swiglu_limits": [0.0, 0.0, 0.0, 0.3],
-    "swiglu_limits_shared": [0.4, 0.0, 0.0, 0.2],
+    "swiglu_limits": [0.0, 0.0, None, 0.3],
+    "swiglu_limits_shared": [0.4, 0.0, 0.3, 0.2],
 }
 STEP_AROUND = {
     "vision_config": {
@@ -200,6 +210,7 @@ class Family:
     settings: dict[str, Any] = field(default_factory=dict)
     nested: dict[str, Any] | None = None  # a multimodal config around the text's: its other settings
     architecture: str | None = None  # where the reference goes by another name than the published checkpoints
+    norm_centre: float = 1.0  # around which norm weights are drawn: 0 where norms multiply by 1 + weight
 
     @property
     def registered(self) -> str:
@@ -246,7 +257,9 @@ FAMILIES: dict[str, Family] = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": {**YARN_ROPE, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "rope_parameters": {**YARN_ROPE, "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False},
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.8,  # low enough to matter
         },
     ),
     "qwen2_5_vl": Family(
@@ -261,8 +274,19 @@ FAMILIES: dict[str, Family] = {
         {"head_dim": 16, "rope_parameters": MROPE_TURNS},
         {"vision_config": QWEN3_VISION, **QWEN_TOKENS},
     ),
-    "gemma3": _causal("Gemma3", GEMMA3, "Gemma3TextConfig"),
-    "gemma3_softcap": _causal("Gemma3", {**GEMMA3, "final_logit_softcapping": 2.0}, "Gemma3TextConfig"),
+    "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA3, norm_centre=0.0),
+    "gemma3_softcap": Family(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **GEMMA3,
+            "final_logit_softcapping": 2.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention"] * 3,
+        },
+        norm_centre=0.0,
+    ),
     "gemma3_vision": Family(
         "Gemma3Config",
         "Gemma3ForConditionalGeneration",
@@ -274,14 +298,16 @@ FAMILIES: dict[str, Family] = {
             "boi_token_index": 251,
             "eoi_token_index": 252,
         },
+        norm_centre=0.0,
     ),
-    "gemma4": _causal("Gemma4", GEMMA4, "Gemma4TextConfig"),
-    "gemma4_dense": _causal("Gemma4", GEMMA4_DENSE, "Gemma4TextConfig"),
-    "gemma4_moe": _causal("Gemma4", GEMMA4_MOE, "Gemma4TextConfig"),
+    # norms below one: nothing else keeps the attention scores of this family small
+    "gemma4": Family("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4, norm_centre=0.6),
+    "gemma4_dense": Family("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4_DENSE, norm_centre=0.6),
+    "gemma4_moe": Family("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4_MOE, norm_centre=0.6),
     "gemma4_vision": Family(
         "Gemma4Config",
         "Gemma4ForConditionalGeneration",
-        GEMMA4,
+        {**GEMMA4, "attention_bias": True, "use_bidirectional_attention": "vision"},
         {
             "vision_config": GEMMA4_VISION,
             "audio_config": None,
@@ -289,39 +315,83 @@ FAMILIES: dict[str, Family] = {
             "video_token_id": 251,
             "audio_token_id": 252,
         },
+        norm_centre=0.6,
     ),
     "nemotron_h": _causal("NemotronH", NEMOTRON),
     "nemotron_h_latent": _causal(
-        "NemotronH", {**NEMOTRON, "hybrid_override_pattern": "ME*E", "moe_latent_size": 32, "n_group": 2}
+        "NemotronH",
+        {
+            **NEMOTRON,
+            "hybrid_override_pattern": "ME*E-",
+            "moe_latent_size": 24,
+            "n_group": 2,
+            "norm_topk_prob": False,
+            "conv_kernel": 3,
+            "use_conv_bias": False,
+            "use_bias": True,
+            "mlp_bias": True,
+            "layer_norm_epsilon": 1e-3,
+        },
     ),
     "deepseek_v2": _causal(
-        "DeepseekV2", {**DEEPSEEK, "topk_method": "group_limited_greedy", "rope_parameters": DEEPSEEK_YARN}
+        "DeepseekV2",
+        {
+            **DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "rope_parameters": DEEPSEEK_YARN,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
     ),
     "deepseek_v2_lite": _causal("DeepseekV2", {**DEEPSEEK, "topk_method": "greedy", "q_lora_rank": None}),
     "deepseek_v3": _causal("DeepseekV3", {**DEEPSEEK, "rope_parameters": DEEPSEEK_YARN}),
-    "deepseek_v3_no_yarn": _causal("DeepseekV3", {**DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False}),
-    "step3p5": Family(
-        "Step3p7Config", "Step3p7ForConditionalGeneration", STEP, STEP_AROUND, architecture="Step3p5ForCausalLM"
+    "deepseek_v3_no_yarn": _causal(
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "rope_interleave": False,
+        },
     ),
-    "step3p7": Family("Step3p7Config", "Step3p7ForConditionalGeneration", STEP, STEP_AROUND),
+    "step3p5": Family(
+        "Step3p7Config",
+        "Step3p7ForConditionalGeneration",
+        STEP,
+        STEP_AROUND,
+        architecture="Step3p5ForCausalLM",
+        norm_centre=0.0,
+    ),
+    "step3p7": Family("Step3p7Config", "Step3p7ForConditionalGeneration", STEP, STEP_AROUND, norm_centre=0.0),
 }
 
 
-def randomise(module: torch.nn.Module, seed: int = 0, scale: float = 0.15) -> None:
+def randomise(module: torch.nn.Module, seed: int = 0, scale: float = 0.15, norm_centre: float = 1.0) -> None:
     """Every parameter and every stored buffer."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted(module.state_dict().items()):
             noise = torch.randn(tensor.shape, generator=generator)
-            around_one = "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale"))
-            tensor.copy_(1 + 0.3 * noise if around_one else scale * noise)
+            around_one = name.endswith(("layer_scalar", "router.scale", "per_expert_scale"))
+            centre = norm_centre if "norm" in name else 1.0
+            tensor.copy_(centre + 0.3 * noise if "norm" in name or around_one else scale * noise)
+
+
+def family_settings(kind: Family, overrides: dict[str, Any]) -> dict[str, Any]:
+    """With fewer layers than the family has, lists that go by layers are silent about those left out."""
+    usual = {**COMMON, **kind.settings}
+    full, count = usual["num_hidden_layers"], overrides.get("num_hidden_layers", usual["num_hidden_layers"])
+    by_layer = {key: value for key, value in usual.items() if isinstance(value, list) and len(value) >= full}
+    return {**usual, **{key: value[:count] + value[full:] for key, value in by_layer.items()}, **overrides}
 
 
 def reference(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
     """A tiny random model of Hugging Face's own."""
     kind = FAMILIES[family]
-    settings = {**COMMON, **kind.settings, **overrides}
+    settings = family_settings(kind, overrides)
     if "hybrid_override_pattern" in settings:  # which says how many layers there are
+        settings["hybrid_override_pattern"] = settings["hybrid_override_pattern"][: overrides.get("num_hidden_layers")]
         del settings["num_hidden_layers"]
     config_class = getattr(transformers, kind.config)
     if kind.nested is None:
@@ -330,7 +400,7 @@ def reference(family: str, seed: int = 0, **overrides: Any) -> transformers.PreT
         tied = settings.get("tie_word_embeddings", False)
         config = config_class(text_config=settings, tie_word_embeddings=tied, **kind.nested)
     model = getattr(transformers, kind.model)(config).eval()
-    randomise(model, seed)
+    randomise(model, seed, norm_centre=kind.norm_centre)
     model.tie_weights()
     return model
 
@@ -339,7 +409,7 @@ def save_target(directory: Path, family: str = "llama", seed: int = 0, **overrid
     reference(family, seed, **overrides).save_pretrained(directory)
     kind = FAMILIES[family]
     if kind.architecture is not None:  # config.json as it is published, not as the reference would write it
-        settings = {**COMMON, **kind.settings, **overrides, "architectures": [kind.architecture]}
+        settings = {**family_settings(kind, overrides), "architectures": [kind.architecture]}
         (directory / "config.json").write_text(json.dumps(settings))
     return directory
 

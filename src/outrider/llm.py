@@ -333,7 +333,7 @@ def _load(config: EngineConfig, progress: Progress | None) -> tuple[Engine, Budg
 def _demand(target: Target, drafter: Drafter | None) -> Demand:
     return Demand(
         models=[target] if drafter is None else [target, drafter],
-        tap_width=len(drafter.taps) * target.hidden_size if drafter is not None else 0,
+        tap_width=len(drafter.taps) * drafter.num_carried * target.hidden_size if drafter is not None else 0,
         itemsize=next(target.parameters()).element_size(),
         lookahead=drafter.lookahead if drafter is not None else 0,
         model_max_len=target.max_len,

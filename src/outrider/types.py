@@ -198,7 +198,7 @@ class Hidden:
 
     last: Tensor  # [T, H] before the final norm
     taps: Tensor  # [T, n, H]
-    carry: Tensor | None = None  # [B, n, H] taps of the row before each request's first
+    carry: Tensor | None = None  # [B, C, n, H] taps of the rows before each request's first, the nearest last
 
 
 @dataclass

@@ -23,6 +23,7 @@ class Drafter(nn.Module):
     """Subclasses set `taps` (the target's hidden states they want) and propose a draft after every verdict."""
 
     taps: tuple[int, ...] = ()
+    num_carried: int = 1  # how many rows' taps it wants to see again in the next round
     lookahead: int
     needs_tokenizer_of_target = False  # its checkpoint has a tokenizer that must be the target's
 
@@ -69,9 +70,10 @@ class Extension:
 
     batch: Batch
     last: Tensor  # [B]
+    back: int = 0  # rows of each request that were run before
 
 
-def extend(step: Step, first_key: int = 0, lag: int = 0) -> Extension:
+def extend(step: Step, first_key: int = 0, lag: int = 0, *, back: int = 0, extra: int = 0) -> Extension:
     """One row for every token of the pass and one more: cache indices start .. start + num_rows.
 
     The first of them was written before, from the same inputs (or never, after a prefix hit: then this is where it
@@ -79,16 +81,21 @@ def extend(step: Step, first_key: int = 0, lag: int = 0) -> Extension:
     position is that of the token `lag` places before it. Recurrent layers start from before the first row, and keep
     the states before and after the newest token: the next extension starts from the former, the draft goes on from
     the latter.
+
+    `back`: as many rows before the first are run again. `extra`: as many places after the newest token are written
+    too, for rows whose token is not known yet; those of a request follow its `last` row.
     """
     batch, state = step.batch, step.state
     num_requests = len(batch.slots)
-    query_start = batch.query_start.long() + torch.arange(num_requests + 1, device=batch.slots.device)
-    total = len(batch.input_ids) + num_requests
-    request = torch.repeat_interleave(step.num_rows + 1, output_size=total)
-    indices = step.starts[request] + torch.arange(total, device=request.device) - query_start[request]
+    more = 1 + back + extra
+    query_start = batch.query_start.long() + more * torch.arange(num_requests + 1, device=batch.slots.device)
+    total = len(batch.input_ids) + more * num_requests
+    request = torch.repeat_interleave(step.num_rows + more, output_size=total)
+    places = step.starts[request] - back + torch.arange(total, device=request.device) - query_start[request]
     lengths = state.lengths[batch.slots]
-    known = (indices >= first_key) & (indices < lengths[request])
-    last = query_start[:-1] + torch.minimum(lengths - 1 - step.starts, step.num_rows)
+    known = (places >= first_key) & (places < lengths[request] + extra)
+    last = query_start[:-1] + back + torch.minimum(lengths - 1 - step.starts, step.num_rows)
+    indices = places.clamp(0, state.tokens.shape[1] - 1)  # rows before the text, or beyond all room, are not written
     rows = replace(
         batch,
         input_ids=state.tokens[batch.slots[request], indices],
@@ -97,26 +104,31 @@ def extend(step: Step, first_key: int = 0, lag: int = 0) -> Extension:
         query_start=query_start.int(),
         request=request,
         write_locations=_locations(batch, request, indices, known),
-        max_len=batch.max_len + 1,
-        max_rows=batch.max_rows + 1,
+        max_len=batch.max_len + 1 + extra,
+        max_rows=batch.max_rows + more,
         first_key=first_key,
         last_key=None,
         features=None if batch.features is None else state.features_at(batch.slots[request], indices),
-        recurrence=Recurrence(torch.zeros_like(last), torch.stack([last - 1, last], dim=1)),
+        # a state cannot be taken back, so rows that are run again have none to start from
+        recurrence=Recurrence(torch.zeros_like(last), torch.stack([last - 1, last], dim=1)) if not back else None,
         memo={},
     )
-    return Extension(rows, last)
+    return Extension(rows, last, back)
 
 
 def shifted(hidden: Hidden, extension: Extension, step: Step) -> Tensor:
-    """The taps that go with each row of the extension: those of the token before it, [T + B, n, H]."""
+    """The taps that go with each row of the extension: those of the token before it, [rows, n, H]. Rows beyond the
+    target's own repeat its last."""
     assert hidden.carry is not None
-    num_requests = len(step.batch.slots)
-    source = torch.cat([hidden.carry, hidden.taps])  # the carried rows first
+    num_requests, count = hidden.carry.shape[:2]
+    assert extension.back < count, "rows that are run again need their taps carried: see Drafter.num_carried"
+    source = torch.cat([hidden.carry.flatten(0, 1), hidden.taps])  # request after request, then row after row
     request = extension.batch.request
     offset = torch.arange(len(request), device=request.device) - extension.batch.query_start[request].long()
-    before = num_requests + step.batch.query_start[request].long() + offset - 1
-    return source[torch.where(offset == 0, request, before)]
+    before = torch.minimum(offset - extension.back - 1, step.num_rows[request] - 1)  # row of the target's pass
+    carried = request * count + count + before
+    own = num_requests * count + step.batch.query_start[request].long() + before
+    return source[torch.where(before < 0, carried, own)]
 
 
 def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag: int = 0) -> Batch:

@@ -23,6 +23,12 @@ class CacheShape:
     hidden_size: int
     lookahead: int = 0  # draft tokens per round at most
     num_axes: int = 1  # of rotary positions: 3 for M-RoPE
+    num_carried: int = 1  # rows whose taps the drafter wants to see again in the next round
+
+    @property
+    def num_tails(self) -> int:
+        """Rows whose taps a page keeps, so that they can be carried after a reuse."""
+        return min(self.num_carried, self.page_size)
 
     @property
     def pages_per_request(self) -> int:
@@ -30,7 +36,7 @@ class CacheShape:
 
 
 def bytes_per_page(layers: Sequence[CachedLayer], page_size: int, tap_width: int, itemsize: int) -> int:
-    """Memory of one page over all layers of target and drafter, with the taps of its last row."""
+    """Memory of one page over all layers of target and drafter, with the taps that it keeps."""
     return sum(layer.spec.bytes_per_token(itemsize) for layer in layers) * page_size + tap_width * itemsize
 
 
@@ -60,9 +66,10 @@ class Cache:
             self.state.positions = torch.zeros(shape.num_slots, shape.num_axes, width, dtype=torch.long, device=device)
         self._images: dict[int, Images] = {}  # by slot
         self.page_table = torch.zeros(shape.num_slots, shape.pages_per_request, dtype=torch.int32, device=device)
+        # taps of the last kept rows of a slot, and of the last rows of a page; the newest last
         tap_shape = (shape.num_taps, shape.hidden_size)
-        self.carry = torch.zeros(shape.num_slots, *tap_shape, dtype=dtype, device=device)  # taps of the last kept row
-        self.tails = torch.zeros(shape.num_pages, *tap_shape, dtype=dtype, device=device)  # taps of a page's last row
+        self.carry = torch.zeros(shape.num_slots, shape.num_carried, *tap_shape, dtype=dtype, device=device)
+        self.tails = torch.zeros(shape.num_pages, shape.num_tails, *tap_shape, dtype=dtype, device=device)
         for layer in self.layers:
             layer.bind(*self._pages(layer.spec, device, dtype))
         entries = (shape.num_slots, shape.lookahead + 1)
@@ -96,7 +103,9 @@ class Cache:
         self.page_table[slot] = NULL_PAGE
         self.set_pages(slot, 0, reused)
         if reused and self.shape.num_taps:
-            self.carry[slot] = self.tails[reused[-1]]
+            count = self.shape.num_carried
+            tails = self.tails[list(reused[-count:])].flatten(0, 1)[-count:]  # a small page holds few of them
+            self.carry[slot, count - len(tails) :] = tails
 
     def _place_images(self, slot: int, images: Images | None) -> None:
         state = self.state
@@ -145,13 +154,24 @@ class Cache:
             self._keep_taps(step, hidden, verdict)
 
     def _keep_taps(self, step: Step, hidden: Hidden, verdict: Verdict) -> None:
-        batch = step.batch
-        last = batch.query_start[:-1].long() + verdict.kept - 1
-        self.carry[batch.slots] = hidden.taps[last]
+        batch, count = step.batch, self.shape.num_carried
+        carry = self.carry[batch.slots]
+        first = batch.query_start[:-1].long()
+        source = torch.cat([carry.flatten(0, 1), hidden.taps])  # request after request, then row after row
+
+        def upto(request: Tensor, row: Tensor, num: int) -> Tensor:
+            """The taps [..., num, n, H] of the `num` rows that end with this row of the request."""
+            rows = row[:, None] - torch.arange(num - 1, -1, -1, device=row.device)
+            carried = request[:, None] * count + count + rows
+            return source[torch.where(rows < 0, carried, len(first) * count + first[request, None] + rows)]
+
+        self.carry[batch.slots] = upto(torch.arange(len(first), device=first.device), verdict.kept - 1, count)
         ends_page = (batch.indices + 1) % batch.page_size == 0
         kept = batch.indices < (step.starts + verdict.kept)[batch.request]
         page = batch.page_table[batch.request, batch.indices // batch.page_size].long()
-        self.tails[torch.where(ends_page & kept, page, NULL_PAGE)] = hidden.taps
+        row = torch.arange(len(batch.request), device=first.device) - first[batch.request]
+        tails = upto(batch.request, row, self.shape.num_tails)
+        self.tails[torch.where(ends_page & kept, page, NULL_PAGE)] = tails
 
     def keep_draft(self, slots: Tensor, draft: Draft) -> None:
         """The draft stands right after the committed tokens: the next round packs both with one gather."""

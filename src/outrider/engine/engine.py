@@ -48,6 +48,7 @@ class Engine:
             hidden_size=target.hidden_size,
             lookahead=self.lookahead,
             num_axes=target.num_position_axes,
+            num_carried=drafter.num_carried if drafter is not None else 1,
         )
         models = [target] if drafter is None else [target, drafter]
         self.cache = Cache(shape, models, config.torch_device, dtype)

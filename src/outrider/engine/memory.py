@@ -53,7 +53,7 @@ class Demand:
 
     def page_bytes(self, page_size: int) -> int:
         layers = [layer for model in self.models for layer in cached_layers(model)]
-        return bytes_per_page(layers, page_size, self.tap_width, self.itemsize)
+        return max(bytes_per_page(layers, page_size, self.tap_width, self.itemsize), 1)  # all may be recurrent
 
 
 def parameter_bytes(*modules: nn.Module | None) -> int:

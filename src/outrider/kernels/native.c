@@ -55,3 +55,4 @@ enum {
 #include "rows.c"
 #include "attention.c"
 #include "block.c"
+#include "mamba.c"

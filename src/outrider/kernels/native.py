@@ -31,7 +31,7 @@ _GATED = struct.Struct("@2q 4q")
 _ARGMAX = struct.Struct("@2q 3q")
 _ROPE = struct.Struct("@7q 8q 6q 6q")
 _ATTENTION = struct.Struct("@7q 6q 2d 6q 6q")
-_OPERATIONS = ("linear", "rms_norm", "gated", "row_argmax", "rope_write", "paged_attention", "block")
+_OPERATIONS = ("linear", "rms_norm", "gated", "row_argmax", "rope_write", "paged_attention", "block", "mamba")
 
 
 # ---- build and load ----

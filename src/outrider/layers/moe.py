@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.activation import Activation, silu_mul
+from outrider.kernels.linear import linear
 from outrider.kernels.moe import ExpertWeights, best_groups, experts, softmax_top
 from outrider.layers.linear import Linear
 from outrider.types import Weight
@@ -36,6 +37,11 @@ class Experts(nn.Module):
         """x [T, H], ids and shares [T, k] -> [T, H]."""
         weights = ExpertWeights(self.up, self.down, self.up_bias, self.down_bias)
         return experts(x, ids, shares, weights, self.shape.activation)
+
+
+def router_logits(gate: Linear, x: Tensor) -> Tensor:
+    """In float32 whatever the model's precision: near ties decide which experts run."""
+    return gate(x) if x.dtype is torch.float32 else linear(x.float(), gate.weight.float())
 
 
 class SoftmaxRouter(nn.Module):
@@ -74,7 +80,8 @@ class SigmoidRouter(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
         routing = self.routing
-        scores = self.logits(x).sigmoid()
+        # not torch.sigmoid, whose bits depend on where in the tensor a number lies
+        scores = 1 / (1 + torch.exp(-router_logits(self.gate, x)))
         choice = scores + self.bias
         if routing.num_kept_groups < routing.num_groups:
             eligible = best_groups(choice, routing.num_groups, routing.num_kept_groups, 2)
@@ -84,12 +91,6 @@ class SigmoidRouter(nn.Module):
         if routing.renormalise:
             shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
         return ids, shares * routing.scale
-
-    def logits(self, x: Tensor) -> Tensor:
-        """In float32 whatever the model's precision: near ties decide which experts run."""
-        if x.dtype is torch.float32:
-            return self.gate(x)
-        return torch.nn.functional.linear(x.float(), self.gate.weight.float())
 
 
 class MixtureMLP(nn.Module):

@@ -1,0 +1,120 @@
+"""Mamba-2 between its two projections: a causal convolution of every channel, then every head's recurrent state.
+Row after row, never in chunks, so that a row's result does not depend on what is computed with it."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.kernels import native
+from outrider.kernels.dispatch import use_native
+from outrider.types import Batch
+
+_MAMBA = struct.Struct("@15q 5q 6q")  # mamba_work of mamba.c
+
+States = tuple[Tensor, Tensor]  # of the convolution [S, E, kernel - 1, C] and of the heads [S, E, heads, N, D]
+
+
+@dataclass(frozen=True)
+class MambaWeights:
+    """C channels go through the convolution: those of the heads (heads * D), then B and C of every group (2 N)."""
+
+    conv: Tensor  # [kernel, C], the newest input last
+    conv_bias: Tensor | None  # [C]
+    step_bias: Tensor  # [heads] float32
+    rate: Tensor  # [heads] float32, negative: how fast a head forgets
+    skip: Tensor  # [heads] float32
+    num_groups: int
+
+
+def mamba_reference(projected: Tensor, states: States, batch: Batch, weights: MambaWeights) -> Tensor:
+    """Requests side by side, padded to the longest: slow, obvious, on any device without asking the host anything."""
+    assert batch.recurrence is not None
+    read, kept_rows, first = batch.recurrence.read, batch.recurrence.rows, batch.recurrence.first
+    starts = batch.query_start[:-1].long()
+    kept = kept_rows - starts[:, None]  # [B, E] rows of the request
+    places = batch.slots[:, None], first + torch.arange(kept.shape[1], device=kept.device)
+    _, _, num_heads, state_size, head_dim = states[1].shape
+    inner = num_heads * head_dim
+    row = torch.arange(len(projected), device=projected.device) - starts[batch.request]
+    padded = projected.new_zeros(len(starts), batch.max_rows, projected.shape[1] - inner, dtype=torch.float32)
+    padded[batch.request, row] = projected[:, inner:].float()
+    inputs, steps = padded.split([padded.shape[-1] - num_heads, num_heads], dim=-1)
+
+    past = states[0].shape[2]
+    history = torch.cat([states[0][batch.slots, read], inputs], dim=1)  # [B, past + R, C]
+    window = kept[..., None] + 1 + torch.arange(past, device=kept.device)
+    states[0][places] = history[torch.arange(len(starts), device=kept.device)[:, None, None], window]
+    taps = [weights.conv[i].float() * history[:, i : i + batch.max_rows] for i in range(past + 1)]
+    mixed = torch.stack(taps).sum(0)
+    mixed = F.silu(mixed if weights.conv_bias is None else mixed + weights.conv_bias.float())
+
+    wide = weights.num_groups * state_size
+    x, b, c = mixed.split([inner, wide, wide], dim=-1)
+    x = x.unflatten(-1, (num_heads, head_dim))  # [B, R, heads, D]
+    per_group = num_heads // weights.num_groups
+    b, c = (each.unflatten(-1, (-1, state_size)).repeat_interleave(per_group, dim=2) for each in (b, c))
+    steps = F.softplus(steps + weights.step_bias)  # [B, R, heads]
+    state = states[1][batch.slots, read]  # [B, heads, N, D]
+    saved = states[1][places]  # [B, E, heads, N, D]
+    out = torch.zeros_like(x)
+    for r in range(batch.max_rows):
+        step = steps[:, r, :, None, None]
+        state = state * torch.exp(step * weights.rate[:, None, None]) + step * b[:, r, ..., None] * x[:, r, :, None]
+        out[:, r] = (state * c[:, r, ..., None]).sum(2) + weights.skip[:, None] * x[:, r]
+        saved = torch.where((kept == r)[..., None, None, None], state[:, None], saved)
+    states[1][places] = saved
+    return out[batch.request, row].flatten(1)
+
+
+def mamba_native(projected: Tensor, states: States, batch: Batch, weights: MambaWeights) -> Tensor:
+    assert batch.recurrence is not None
+    num_rows, num_requests = len(projected), len(batch.slots)
+    num_slots, num_entries, num_heads, state_size, head_dim = states[1].shape
+    kernel, conv_size = weights.conv.shape
+    inner, num_kept = num_heads * head_dim, batch.recurrence.rows.shape[1]
+    assert conv_size == inner + 2 * weights.num_groups * state_size, (weights.conv.shape, states[1].shape)
+    assert projected.shape[1] == inner + conv_size + num_heads, (projected.shape, states[1].shape)
+    assert batch.recurrence.first + num_kept <= num_entries, (batch.recurrence, num_entries)
+    mixed, steps = projected.new_empty(num_rows, conv_size), projected.new_empty(num_rows, num_heads, 2)
+    out = projected.new_empty(num_rows, inner)
+    work = _MAMBA.pack(
+        native._address(projected),
+        native._address(weights.conv),
+        0 if weights.conv_bias is None else native._address(weights.conv_bias, size=conv_size),
+        *(native._address(each, size=num_heads) for each in (weights.step_bias, weights.rate, weights.skip)),
+        native._address(batch.query_start, torch.int32, num_requests + 1),
+        native._address(batch.slots, torch.int64),
+        native._address(batch.recurrence.read, torch.int64, num_requests),
+        native._address(batch.recurrence.rows, torch.int64, num_requests * num_kept),
+        native._address(states[0], size=num_slots * num_entries * (kernel - 1) * conv_size),
+        native._address(states[1]),
+        mixed.data_ptr(),
+        steps.data_ptr(),
+        out.data_ptr(),
+        num_rows,
+        num_requests,
+        num_entries,
+        num_kept,
+        batch.recurrence.first,
+        kernel,
+        num_heads,
+        head_dim,
+        state_size,
+        weights.num_groups,
+        torch.get_num_threads(),
+    )
+    native._native().mamba(work)
+    return out
+
+
+def mamba(projected: Tensor, states: States, batch: Batch, weights: MambaWeights) -> Tensor:
+    """projected [T, heads * D | C | heads] (gate, channels, steps) -> [T, heads * D] float32, not gated yet. The states
+    that the batch asks for are kept."""
+    if use_native(projected):
+        return mamba_native(projected, states, batch, weights)
+    return mamba_reference(projected, states, batch, weights)
