@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -35,12 +36,31 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     return gelu_tanh_mul_reference(gate_up)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Whose bits depend on the number alone. Torch's sigmoid (as its silu and gelu) rounds the last few numbers of a
+    tensor in another way than those before them, so that a row would depend on how many rows follow; its exp does
+    not."""
+    return 1 / (1 + (-x).exp()) if use_native(x) else torch.sigmoid(x)
+
+
 def clamped_silu_mul(limit: float) -> Activation:
     """min(silu(gate), limit) * up within +-limit."""
 
     def activate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+        swish = gate * sigmoid(gate) if use_native(gate) else F.silu(gate)
+        return swish.clamp(max=limit) * up.clamp(-limit, limit)
+
+    return activate
+
+
+def clamped_swish_mul(alpha: float, limit: float) -> Activation:
+    """swish(gate) * (up + 1), where swish(g) is g * sigmoid(alpha g): gate up to the limit, up within +-limit."""
+
+    def activate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * sigmoid(alpha * gate) * (up + 1)
 
     return activate
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from outrider.kernels.activation import Activation, silu_mul
+from outrider.kernels.activation import Activation, sigmoid, silu_mul
 from outrider.kernels.linear import linear
 from outrider.kernels.moe import ExpertWeights, best_groups, experts, softmax_top
 from outrider.layers.linear import Linear
@@ -80,8 +80,7 @@ class SigmoidRouter(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
         routing = self.routing
-        # not torch.sigmoid, whose bits depend on where in the tensor a number lies
-        scores = 1 / (1 + torch.exp(-router_logits(self.gate, x)))
+        scores = sigmoid(router_logits(self.gate, x))
         choice = scores + self.bias
         if routing.num_kept_groups < routing.num_groups:
             eligible = best_groups(choice, routing.num_groups, routing.num_kept_groups, 2)
