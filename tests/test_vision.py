@@ -21,7 +21,8 @@ from outrider.types import Batch
 pytest.importorskip("PIL", reason="images need the vision extra")
 from PIL import Image
 
-IMAGE, BOI, EOI = 250, 251, 252
+IMAGE = 250
+SPECIAL = ("<img>", "<boi>", "<eoi>", "<begin>", "<end>")  # from IMAGE on
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
 SMALL: dict[str, Any] = {"max_model_len": 160, "page_size": 4}
@@ -52,7 +53,7 @@ def save_tokenizer(directory: Path, marker: str) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in ("<img>", "<boi>", "<eoi>")])
+    tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in SPECIAL])
     assert tokenizer.token_to_id("<img>") == IMAGE
     tokenizer.save(str(directory / "tokenizer.json"))
     template = CHAT.replace("{{ marker }}", marker)

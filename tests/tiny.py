@@ -92,6 +92,7 @@ GEMMA4_VISION = {
     "head_dim": 16,
     "patch_size": 8,
     "position_embedding_size": 64,
+    "pooling_kernel_size": 2,
 }
 DEEPSEEK = {
     "rms_norm_eps": 1e-2,  # large enough to be noticed: some of the norms do not use it
@@ -314,6 +315,8 @@ FAMILIES: dict[str, Family] = {
             "image_token_id": 250,
             "video_token_id": 251,
             "audio_token_id": 252,
+            "boi_token_id": 253,
+            "eoi_token_id": 254,
         },
         norm_centre=0.6,
     ),

@@ -301,7 +301,7 @@ def _load(config: EngineConfig, progress: Progress | None) -> tuple[Engine, Budg
     checkpoint = open_checkpoint(config.model)
     drafter_checkpoint: Checkpoint | None = None
     try:
-        dtype = config.torch_dtype(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"))
+        dtype = config.torch_dtype(_stored_dtype(checkpoint.config))
         drafter: Drafter | None = None
         with building(config.torch_device, dtype):
             target = build_target(checkpoint)
@@ -328,6 +328,14 @@ def _load(config: EngineConfig, progress: Progress | None) -> tuple[Engine, Budg
         checkpoint.close()
         if drafter_checkpoint is not None:
             drafter_checkpoint.close()
+
+
+def _stored_dtype(config: Mapping[str, Any]) -> str | None:
+    for each in (config, config.get("text_config") or {}):
+        found = each.get("dtype") or each.get("torch_dtype")
+        if found:
+            return found
+    return None
 
 
 def _demand(target: Target, drafter: Drafter | None) -> Demand:
@@ -359,7 +367,7 @@ def _check_tokenizers(target: Tokenizer | None, drafter: Tokenizer | None) -> No
 
 def _end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
     """generation_config.json knows best which tokens end a text, then config.json, then the tokenizer."""
-    for config in (checkpoint.generation_config, checkpoint.config):
+    for config in (checkpoint.generation_config, checkpoint.config, checkpoint.config.get("text_config") or {}):
         found = config.get("eos_token_id")
         if found is not None:
             return frozenset(found if isinstance(found, list) else [found])

@@ -14,7 +14,7 @@ from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.layers.sandwich import SandwichBlock, sandwich_weights
-from outrider.models.base import Target, nested_text, refuse, require, targets
+from outrider.models.base import Target, Vision, nested_text, refuse, require, targets
 from outrider.types import Weight
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -34,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+IMAGE_TOKENS = {"image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000}
 
 
 def gated_activation(config: Mapping[str, Any]) -> Activation:
@@ -59,6 +60,7 @@ class Gemma3(Target):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(self.settings(config))
+        self._vision = self.find_vision(config) if "vision_config" in config else None
         config = self.config
         # set to null is not left out
         require(config, *(key for key in self.defaults if key != "sliding_window"))
@@ -133,6 +135,7 @@ class Gemma3(Target):
             head_dim=config["head_dim"],
             window=self.window(kind),
             scale=config["query_pre_attn_scalar"] ** -0.5,
+            both_ways=self.vision is not None,
             qkv_bias=bool(config.get("attention_bias", False)),
             output_bias=bool(config.get("attention_bias", False)),
             head_norm_eps=config["rms_norm_eps"],
@@ -146,6 +149,20 @@ class Gemma3(Target):
 
     def mlp(self, width: int) -> GatedMLP:
         return GatedMLP(self.config["hidden_size"], width, activation=gated_activation(self.config))
+
+    @property
+    def vision(self) -> Vision | None:
+        return self._vision
+
+    def find_vision(self, config: dict[str, Any]) -> Vision:
+        """config.json as a whole: the ids that stand around and for an image are not the language model's."""
+        image, begin, end = (config.get(key, usual) for key, usual in IMAGE_TOKENS.items())
+        return Vision(
+            image_token=image,
+            marker=begin,
+            expand=lambda count, text_of: f"\n\n{text_of(begin)}{text_of(image) * count}{text_of(end)}\n\n",
+            unsplit=True,
+        )
 
     def weights(self) -> dict[str, Weight]:
         weights = {

@@ -25,7 +25,7 @@ from outrider.layers.shared_attention import (
     shared_attention_weights,
     value_norm_weights,
 )
-from outrider.models.base import refuse, require, targets
+from outrider.models.base import Vision, refuse, require, targets
 from outrider.models.gemma3 import DEFAULTS as GEMMA3_DEFAULTS
 from outrider.models.gemma3 import FULL, SLIDING, Gemma3, gated_activation, rope_parameters
 from outrider.types import Batch, Weight
@@ -44,6 +44,7 @@ DEFAULT_ROPE = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
+AROUND_IMAGE = {"boi_token_id": 255999, "eoi_token_id": 258882}
 PLACEHOLDERS = {"image_token_id": 258880, "audio_token_id": 258881, "video_token_id": 258884}
 
 # parameters of a block -> tensors on disk
@@ -187,6 +188,21 @@ class Gemma4(Gemma3):
         if not self.config.get("layer_types"):
             refuse(self.config, "sliding_window_pattern", 6)
 
+    @property
+    def looks_both_ways(self) -> bool:
+        """Within an image, in layers with a window; the larger models of the family do."""
+        return self.config.get("use_bidirectional_attention") == "vision"
+
+    def find_vision(self, config: dict[str, Any]) -> Vision:
+        image = config.get("image_token_id", PLACEHOLDERS["image_token_id"])
+        begin, end = (config.get(key, usual) for key, usual in AROUND_IMAGE.items())
+        return Vision(
+            image_token=image,
+            marker=image,
+            expand=lambda count, text_of: text_of(begin) + text_of(image) * count + text_of(end),
+            unsplit=self.looks_both_ways,
+        )
+
     def embedding(self) -> TextEmbedding:
         config = self.config
         placeholders = [config[key] for key in PLACEHOLDERS if config.get(key) is not None]
@@ -248,6 +264,7 @@ class Gemma4(Gemma3):
             head_dim=head_dim,
             window=self.window(kind),
             scale=1.0,
+            both_ways=self.looks_both_ways and kind == SLIDING and self.vision is not None,
             qkv_bias=bias,
             output_bias=bias,
         )
