@@ -165,12 +165,7 @@ class Gemma3(Target):
         )
 
     def weights(self) -> dict[str, Weight]:
-        weights = {
-            "embed.weight": Weight(("model.embed_tokens.weight",)),
-            "norm.weight": Weight(("model.norm.weight",)),
-        }
-        if self.head.weight is not self.embed.weight:
-            weights["head.weight"] = Weight(("lm_head.weight",))
+        weights = self.frame_weights()
         for number, block in enumerate(self.layers):
             for name, weight in self.block_weights(block, f"model.layers.{number}.").items():
                 weights[f"layers.{number}.{name}"] = weight
@@ -183,8 +178,3 @@ class Gemma3(Target):
     def canonical(self, name: str) -> str:
         """A multimodal checkpoint has the language model under a name of its own, older ones put it first."""
         return re.sub(r"^model\.language_model\.", "model.", name.removeprefix("language_model."))
-
-    def ignores(self, name: str) -> bool:
-        # A tied checkpoint may still carry its head: the same numbers twice.
-        tied = self.head.weight is self.embed.weight
-        return super().ignores(name) or (tied and name == "lm_head.weight")

@@ -54,19 +54,9 @@ class Llama(Target):
         return DecoderBlock(SelfAttention(shape, rotary), mlp, self.eps)
 
     def weights(self) -> dict[str, Weight]:
-        weights = {
-            "embed.weight": Weight(("model.embed_tokens.weight",)),
-            "norm.weight": Weight(("model.norm.weight",)),
-        }
-        if self.head.weight is not self.embed.weight:
-            weights["head.weight"] = Weight(("lm_head.weight",))
+        weights = self.frame_weights()
         for number, block in enumerate(self.layers):
             assert isinstance(block, DecoderBlock)
             for name, weight in block_weights(block, f"model.layers.{number}.").items():
                 weights[f"layers.{number}.{name}"] = weight
         return weights
-
-    def ignores(self, name: str) -> bool:
-        # A tied checkpoint may still carry its head: the same numbers twice.
-        tied = self.head.weight is self.embed.weight
-        return super().ignores(name) or (tied and name == "lm_head.weight")

@@ -159,12 +159,7 @@ class NemotronH(Target):
     # weights
 
     def weights(self) -> dict[str, Weight]:
-        weights = {
-            "embed.weight": Weight(("backbone.embeddings.weight",)),
-            "norm.weight": Weight(("backbone.norm_f.weight",)),
-        }
-        if self.head.weight is not self.embed.weight:
-            weights["head.weight"] = Weight(("lm_head.weight",))
+        weights = self.frame_weights("backbone.embeddings", "backbone.norm_f")
         for number, block in enumerate(self.layers):
             assert isinstance(block, MixerBlock)
             weights |= block_weights(block, f"backbone.layers.{number}.", f"layers.{number}.")

@@ -10,8 +10,6 @@ from torch import Tensor
 from outrider.models.base import Target, Vision, nested_text, require, targets
 from outrider.models.qwen2 import Qwen2
 
-IGNORED = (*Target.ignored, r"^(model\.)?visual\.")
-
 
 def grid_positions(ids: Sequence[int], grids: Tensor, image_token: int, merge: int) -> Tensor:
     """Rotary positions [3, n]: a text token's are all the same, an image's token counts by frame, row and column.
@@ -52,18 +50,11 @@ def qwen_vision(config: dict[str, Any]) -> Vision | None:
     )
 
 
-def without_prefix(name: str) -> str:
-    """Newer checkpoints have the language model under a name of its own."""
-    return re.sub(r"^model\.language_model\.", "model.", name)
+class QwenVL(Target):
+    """What all targets of the family share, beside a text model that says the rest."""
 
-
-@targets.register("Qwen2_5_VLForConditionalGeneration")
-class Qwen25VL(Qwen2):
-    ignored = IGNORED
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__(nested_text(config))
-        self._vision = qwen_vision(config)
+    ignored = (*Target.ignored, r"^(model\.)?visual\.")
+    _vision: Vision | None
 
     @property
     def num_position_axes(self) -> int:
@@ -74,4 +65,12 @@ class Qwen25VL(Qwen2):
         return self._vision
 
     def canonical(self, name: str) -> str:
-        return without_prefix(name)
+        """Newer checkpoints have the language model under a name of its own."""
+        return re.sub(r"^model\.language_model\.", "model.", name)
+
+
+@targets.register("Qwen2_5_VLForConditionalGeneration")
+class Qwen25VL(QwenVL, Qwen2):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(nested_text(config))
+        self._vision = qwen_vision(config)

@@ -8,8 +8,8 @@ from torch import Tensor
 from outrider.layers.attention import AttentionShape
 from outrider.layers.block import DecoderBlock
 from outrider.layers.rotary import Rotary
-from outrider.models.base import Vision, nested_text, targets
-from outrider.models.qwen2_5_vl import IGNORED, qwen_vision, without_prefix
+from outrider.models.base import nested_text, targets
+from outrider.models.qwen2_5_vl import QwenVL, qwen_vision
 from outrider.models.qwen3 import Qwen3
 from outrider.types import Batch
 
@@ -28,9 +28,7 @@ class DeepstackBlock(DecoderBlock):
 
 
 @targets.register("Qwen3VLForConditionalGeneration")
-class Qwen3VL(Qwen3):
-    ignored = IGNORED
-
+class Qwen3VL(QwenVL, Qwen3):
     def __init__(self, config: dict[str, Any]) -> None:
         self._num_levels = len(config.get("vision_config", {}).get("deepstack_visual_indexes") or ())
         super().__init__(_always_turns(nested_text(config)))
@@ -43,17 +41,6 @@ class Qwen3VL(Qwen3):
         deep = DeepstackBlock(block.attention, block.mlp, self.eps)
         deep.level = 1 + number  # level 0 is what is embedded
         return deep
-
-    @property
-    def num_position_axes(self) -> int:
-        return 3
-
-    @property
-    def vision(self) -> Vision | None:
-        return self._vision
-
-    def canonical(self, name: str) -> str:
-        return without_prefix(name)
 
 
 def _always_turns(config: dict[str, Any]) -> dict[str, Any]:

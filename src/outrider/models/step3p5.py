@@ -173,12 +173,7 @@ class Step3p5(Target):
     # ---- weights ----
 
     def weights(self) -> dict[str, Weight]:
-        weights = {
-            "embed.weight": Weight(("model.embed_tokens.weight",)),
-            "norm.weight": Weight(("model.norm.weight",)),
-        }
-        if self.head.weight is not self.embed.weight:
-            weights["head.weight"] = Weight(("lm_head.weight",))
+        weights = self.frame_weights()
         for number, block in enumerate(self.layers):
             assert isinstance(block, DecoderBlock)
             weights |= self.block_weights(block, number, f"layers.{number}.")
@@ -232,8 +227,7 @@ class Step3p5(Target):
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         num_modules = self.config.get("num_nextn_predict_layers") or 0
         of_mtp = layer is not None and 0 <= int(layer[1]) - self.num_layers < num_modules
-        tied = self.head.weight is self.embed.weight
-        return super().ignores(name) or of_mtp or (tied and name == "lm_head.weight")
+        return super().ignores(name) or of_mtp
 
 
 def _published(config: dict[str, Any]) -> dict[str, Any]:
