@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from outrider.layers.attention import SelfAttention
 from outrider.layers.embedding import Embedding, Head, embed_rows
 from outrider.layers.mtp import MtpModule
 from outrider.registry import Registry
@@ -29,6 +30,7 @@ class Mtp:
     feeds_normed: bool  # what is fed back, or to the next module, is the module's output after its norm
     chained: bool = True  # module k + 1 takes module k's output, else the target's hidden state like module 0
     zero_first_embedding: bool = False  # at position 0
+    copies: tuple[str, ...] = ()  # patterns of the modules' tensors that are the target's own, stored again
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,11 @@ class Target(nn.Module):
         """Its multi-token-prediction modules, where the architecture has them and the config says how many."""
         return None
 
+    @property
+    def shared_layers(self) -> Mapping[str, SelfAttention]:
+        """Where a family lets other layers read the keys and values of its own: by kind, the layer they read."""
+        return {}
+
     def prepare(self, x: Tensor, batch: Batch) -> None:
         """What layers share in a pass may be computed here, from the embeddings [T, H], and put into the memo."""
 
@@ -115,12 +122,22 @@ class Target(nn.Module):
         """Every parameter's name, and the checkpoint tensors it is made of."""
         raise NotImplementedError
 
+    @property
+    def is_tied(self) -> bool:
+        return self.head.weight is self.embed.weight
+
+    def frame_weights(self, embed: str = "model.embed_tokens", norm: str = "model.norm") -> dict[str, Weight]:
+        """Where all that is no layer comes from."""
+        weights = {"embed.weight": Weight((f"{embed}.weight",)), "norm.weight": Weight((f"{norm}.weight",))}
+        return weights if self.is_tied else {**weights, "head.weight": Weight(("lm_head.weight",))}
+
     def canonical(self, name: str) -> str:
         """The name under which weights() and ignores() know a tensor of the checkpoint: dialects end here."""
         return name
 
     def ignores(self, name: str) -> bool:
-        return any(re.search(pattern, name) for pattern in self.ignored)
+        # A tied checkpoint may still carry its head: the same numbers twice.
+        return (self.is_tied and name == "lm_head.weight") or any(re.search(each, name) for each in self.ignored)
 
 
 def refuse(config: dict[str, Any], key: str, *supported: Any) -> None:
