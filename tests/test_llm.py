@@ -317,3 +317,13 @@ def test_close_frees_and_may_be_called_twice(target_path: Callable[..., Path]) -
 def test_settings_are_frozen() -> None:
     with pytest.raises(AttributeError):
         SpeculativeConfig(method="ngram").method = "other"  # type: ignore[misc]
+
+
+def test_tenants_do_not_share_pages(target_path: Callable[..., Path]) -> None:
+    prompt = list(range(10, 40))
+    with LLM(target_path("llama"), None, page_size=4, max_model_len=64) as llm:
+        cached = [
+            llm.generate([prompt], SamplingParams(max_tokens=2, temperature=0, tenant=tenant))[0].num_cached_tokens
+            for tenant in ("a", "b", "a", None, None)
+        ]
+    assert cached == [0, 0, 28, 0, 28]

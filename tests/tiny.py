@@ -417,6 +417,29 @@ def save_target(directory: Path, family: str = "llama", seed: int = 0, **overrid
     return directory
 
 
+# rows and columns of a latent attention's matrices; 0 columns: as wide as the layer's input
+LATENT_SHAPES = {
+    "q_a_proj": (24, 0),
+    "q_a_layernorm": (24, 0),
+    "q_b_proj": (4 * (16 + 8), 24),
+    "kv_a_proj_with_mqa": (32 + 8, 0),
+    "kv_a_layernorm": (32, 0),
+    "kv_b_proj": (4 * (16 + 20), 32),
+    "o_proj": (64, 4 * 20),
+}
+LATENT = {key: DEEPSEEK[key] for key in ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")}
+LATENT |= {"v_head_dim": 20, "num_key_value_heads": 4}
+
+
+def _grouped_shapes(hidden: int) -> dict[str, tuple[int, int]]:
+    return {
+        "q_proj": (hidden, 0),
+        "k_proj": (hidden // 2, 0),
+        "v_proj": (hidden // 2, 0),
+        "o_proj": (hidden, hidden),
+    }
+
+
 def eagle3_tensors(hidden: int, target_hidden: int, num_taps: int, draft_vocab: int, **options: Any) -> dict[str, Any]:
     """Tensors of a random head in canonical (speculators) names."""
     generator = torch.Generator().manual_seed(options.get("seed", 1))
@@ -434,14 +457,17 @@ def eagle3_tensors(hidden: int, target_hidden: int, num_taps: int, draft_vocab: 
             f"{name}input_layernorm.weight": norm(hidden),
             f"{name}hidden_norm.weight": norm(hidden),
             f"{name}post_attention_layernorm.weight": norm(hidden),
-            f"{name}self_attn.q_proj.weight": noise(hidden, width),
-            f"{name}self_attn.k_proj.weight": noise(hidden // 2, width),
-            f"{name}self_attn.v_proj.weight": noise(hidden // 2, width),
-            f"{name}self_attn.o_proj.weight": noise(hidden, hidden),
             f"{name}mlp.gate_proj.weight": noise(2 * hidden, hidden),
             f"{name}mlp.up_proj.weight": noise(2 * hidden, hidden),
             f"{name}mlp.down_proj.weight": noise(hidden, 2 * hidden),
         }
+        shapes = LATENT_SHAPES if options.get("latent") else {}
+        for part, (rows, columns) in (shapes or _grouped_shapes(hidden)).items():
+            weight = norm(rows) if "norm" in part else noise(rows, columns or width)
+            tensors[f"{name}self_attn.{part}.weight"] = weight
+        if options.get("mlp_bias"):
+            sizes = {"gate": 2 * hidden, "up": 2 * hidden, "down": hidden}
+            tensors |= {f"{name}mlp.{part}_proj.bias": noise(size) for part, size in sizes.items()}
         if options.get("head_norm"):
             tensors |= {f"{name}self_attn.{part}_norm.weight": norm(hidden // 4) for part in "qk"}
         if options.get("attention_bias"):
@@ -449,6 +475,8 @@ def eagle3_tensors(hidden: int, target_hidden: int, num_taps: int, draft_vocab: 
                 f"{name}self_attn.{part}_proj.bias": noise(size)
                 for part, size in (("q", hidden), ("k", hidden // 2), ("v", hidden // 2))
             }
+    if options.get("fc_bias"):
+        tensors["fc.bias"] = noise(hidden)
     if options.get("fc_norm"):
         tensors |= {f"fc_norm.{number}.weight": norm(target_hidden) for number in range(num_taps)}
     if options.get("norm_before_fc"):
@@ -483,13 +511,44 @@ def eagle3_config(hidden: int = 64, draft_vocab: int = VOCAB, **settings: Any) -
 
 
 def save_eagle3(directory: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
     settings = eagle3_config(**config)
     if tensors is None:
         tensors = eagle3_tensors(64, 64, 3, settings["draft_vocab_size"])
+    return save_head(directory, tensors, settings)
+
+
+def save_head(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(settings))
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+def eagle_tensors(hidden: int = 64, **options: Any) -> dict[str, torch.Tensor]:
+    """Tensors of a random EAGLE-1 head, as the original repository names them."""
+    tensors = eagle3_tensors(hidden, hidden, 2, VOCAB, **{"own_head": False, **options})  # fc [H, 2 H], as here
+    tensors["fc.weight"] *= 0.4  # nothing norms what is fed back, so it must not grow by itself
+    if not options.get("norms"):
+        del tensors["norm.weight"], tensors["layers.0.input_layernorm.weight"]
+    generator = torch.Generator().manual_seed(4)
+    for name in [name for name in tensors if name.endswith("hidden_norm.weight")]:
+        del tensors[name]
+    for part in "qkv":  # the first layer's attention is no wider than the others'
+        name = f"layers.0.self_attn.{part}_proj.weight"
+        tensors[name] = tensors[name][:, :hidden]
+    if options.get("norms"):
+        tensors["embedding_norm.weight"] = 1 + 0.3 * torch.randn(hidden, generator=generator)
+    return tensors
+
+
+def eagle_config(**settings: Any) -> dict[str, Any]:
+    config = eagle3_config(architectures=["LlamaForCausalLM"], bias=False)
+    del config["draft_vocab_size"], config["eagle_aux_hidden_state_layer_ids"]
+    return {**config, **settings}
+
+
+def save_eagle(directory: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
+    return save_head(directory, tensors if tensors is not None else eagle_tensors(), eagle_config(**config))
 
 
 CHAT_TEMPLATE = (

@@ -29,7 +29,14 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 5
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 8
+    force: bool = False  # use it even if it does not agree with the target at all
     taps: tuple[int, ...] | None = None  # overrides what the checkpoint says: tap i is the state after i layers
+    suffix_decoding_max_tree_depth: int = 24  # the longest match and its continuation together
+    suffix_decoding_max_cached_requests: int = 10000  # earlier requests that are remembered; 0: the own text alone
+    suffix_decoding_max_cached_tokens: int = 250_000  # of all of them together; about 250 bytes each
+    suffix_decoding_max_spec_factor: float = 1.0  # draft tokens for each token of the match
+    suffix_decoding_min_token_prob: float = 0.1  # a draft ends where its tokens' probability falls below
+    parallel_drafting: bool = False  # all draft tokens in one pass, by a checkpoint that was trained for it
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculativeConfig:
@@ -59,8 +66,27 @@ class SpeculativeConfig:
                 "prompt_lookup_min and prompt_lookup_max must satisfy 1 <= min <= max <= 64, not "
                 f"{self.prompt_lookup_min!r} and {self.prompt_lookup_max!r}"
             )
+        for name, low, high, is_whole in _SUFFIX_RANGES:
+            value = vars(self)[name]
+            kinds = (int,) if is_whole else (int, float)
+            if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
+                what = "a whole number" if is_whole else "a number"
+                raise ValueError(f"{name} must be {what} from {low:g} to {high:g}, not {value!r}")
+        if not isinstance(self.parallel_drafting, bool):
+            raise ValueError(f"parallel_drafting must be true or false, not {self.parallel_drafting!r}")
+        if not isinstance(self.force, bool):
+            raise ValueError(f"force must be true or false, not {self.force!r}")
         if self.method is None and self.model is None:
             raise ValueError('speculative_config needs a "method" (e.g. ngram) or a "model" (a drafter checkpoint)')
+
+
+_SUFFIX_RANGES: tuple[tuple[str, float, float, bool], ...] = (
+    ("suffix_decoding_max_tree_depth", 2, 1024, True),
+    ("suffix_decoding_max_cached_requests", 0, 10**9, True),
+    ("suffix_decoding_max_cached_tokens", 1, 10**12, True),
+    ("suffix_decoding_max_spec_factor", 0.0, 1e6, False),
+    ("suffix_decoding_min_token_prob", 0.0, 1.0, False),
+)
 
 
 @dataclass(frozen=True)

@@ -152,5 +152,5 @@ def median_run(runs: list[Run]) -> Run:
 
 
 def method_of(llm: LLM) -> str | None:
-    """The name under which the drafter is registered."""
-    return next((name for name in drafters if type(llm.drafter) is drafters[name]), None)
+    """The name to which the drafter's class answers."""
+    return drafters.name_of(type(llm.drafter)) if llm.drafter is not None else None

@@ -35,6 +35,7 @@ class SamplingParams:
     logprobs: int | None = None  # the target's own, before any option; 0: the chosen token's alone
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None  # at most the engine's; 0: no speculation for this request
+    tenant: str | None = None  # drafts learn from earlier requests of the same tenant only
     trace: bool = False  # keep every round's draft and how much of it was accepted
 
     def __post_init__(self) -> None:
@@ -47,6 +48,8 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): lower one of them"
             )
+        if not isinstance(self.tenant, str | None):
+            raise ValueError(f"tenant must be a name, not {self.tenant!r}")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError("stop holds an empty string or something that is not text; remove it")
         if len(self.stop) > MAX_STOP_STRINGS:

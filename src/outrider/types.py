@@ -190,6 +190,7 @@ class Step:
     sampling: Sampling
     state: SlotState
     depth: int  # draft tokens wanted for the next round; 0: none, but the drafter still follows the text
+    tenants: tuple[str | None, ...] = ()  # [B] whose requests they are; what one tenant says, no other may be shown
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """EAGLE-3 against the slow reference, for every option, over generations with accepted and rejected drafts."""
 
-import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +10,14 @@ import eagle3_reference as slow
 import pytest
 import tiny
 import torch
-from safetensors.torch import save_file
+from rounds import Expected, check_logits, check_rounds
 
 from outrider import LLM, SamplingParams
+from outrider.drafters.eagle3 import Eagle3
+from outrider.engine.engine import Engine
 
 TAPS = [1, 2, 4]
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 # name: (options of the tensors, keys of config.json, number of taps, hidden size, draft vocabulary)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -31,73 +34,69 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_norms_and_biases": {"head_norm": True, "attention_bias": True},
     "logit_scale": {"logit_scale": 0.5, "draft_vocab": 128},
     "last_hidden_alone": {"use_aux_hidden_state": False, "taps": [4]},
+    "last_hidden_alone_with_a_projection": {"use_aux_hidden_state": False, "taps": [4], "keeps_fc": True},
+    "latent": {"latent": True, "config": tiny.LATENT},
+    "latent_two_layers": {"latent": True, "num_layers": 2, "fc_norm": True, "config": tiny.LATENT},
+    "windows": {"num_layers": 2, "head_norm": True, "config": WINDOWS},
+    "all_biases": {"attention_bias": True, "mlp_bias": True, "fc_bias": True, "config": {"bias": True}},
+    "tied": {"own_head": False, "own_embedding": True, "config": {"tie_word_embeddings": True}},
+    "absolute_ids": {"draft_vocab": 96, "absolute": True},
 }
 
 
 def make(directory: Path, options: dict[str, Any]) -> tuple[Path, slow.Head]:
     hidden, draft_vocab = options.get("hidden", 64), options.get("draft_vocab", tiny.VOCAB)
     taps = options.get("taps", TAPS)
-    extras = {key: value for key, value in options.items() if key not in ("hidden", "draft_vocab")}
+    extras = {key: value for key, value in options.items() if key not in ("hidden", "draft_vocab", "config")}
     tensors = tiny.eagle3_tensors(hidden, 64, len(taps), draft_vocab, **extras)
-    if options.get("use_aux_hidden_state") is False:
-        del tensors["fc.weight"]
+    stored = dict(tensors)
+    if options.get("use_aux_hidden_state") is False and not options.get("keeps_fc"):
+        del stored["fc.weight"]
+    if options.get("absolute"):
+        stored["d2t"] = tensors["d2t"] + torch.arange(draft_vocab)
     flags = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "logit_scale", "use_aux_hidden_state")
-    config = {key: options[key] for key in (*flags, "attention_bias") if key in options}
+    config = {key: options[key] for key in (*flags, "attention_bias", "mlp_bias") if key in options}
     path = tiny.save_eagle3(
         directory,
-        tensors,
+        stored,
         hidden=hidden,
         draft_vocab=draft_vocab,
         num_hidden_layers=options.get("num_layers", 1),
         eagle_aux_hidden_state_layer_ids=taps,
         target_hidden_size=64,
-        **config,
+        **{**config, **options.get("config", {})},
     )
     head = slow.Head(tensors, num_layers=options.get("num_layers", 1), use_taps="use_aux_hidden_state" not in options)
     settings = {key: options[key] for key in flags[:5] if key in options}
-    return path, replace(head, **settings)
+    return path, replace(head, **settings, windows=(5, 0) if name_of(options) == "windows" else ())
 
 
-def target_streams(family: str, tokens: list[int], taps: list[int], *, post_norm: bool = False) -> torch.Tensor:
-    """[n, k, H] from transformers."""
-    model = tiny.reference(family)
-    with torch.no_grad():
-        states = model(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    streams = [*states[:-1], None]  # the last one of transformers comes after the final norm
-    kept: list[torch.Tensor] = []
-    hook = model.model.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
-    with torch.no_grad():
-        model(input_ids=torch.tensor([tokens]))
-    hook.remove()
-    streams[-1] = states[-1] if post_norm else kept[0]
-    return torch.stack([streams[tap][0] for tap in taps], dim=1)
+def name_of(options: dict[str, Any]) -> str:
+    return next(name for name, each in OPTIONS.items() if each is options)
+
+
+def reference(head: slow.Head, taps: list[int]) -> Expected:
+    weights = tiny.reference("llama")
+    embed = head.tensors.get("embed_tokens.weight", weights.model.embed_tokens.weight.detach())
+    tied = embed if embed.shape[1] == 64 and "embed_tokens.weight" in head.tensors else weights.lm_head.weight.detach()
+    lm_head = head.tensors.get("lm_head.weight", tied)
+
+    def expected(text: list[int], count: int) -> tuple[list[int], list[torch.Tensor]]:
+        streams = slow.target_streams("llama", text[:-1], taps, post_norm=not head.use_taps)
+        return slow.draft(head, text, streams, embed, lm_head, count)
+
+    return expected
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_drafts_equal_the_slow_reference(name: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
     options = OPTIONS[name]
     path, head = make(tmp_path / "head", options)
-    weights = tiny.reference("llama")
-    embed = head.tensors.get("embed_tokens.weight", weights.model.embed_tokens.weight.detach())
-    lm_head = head.tensors.get("lm_head.weight", weights.lm_head.weight.detach())
-    prompts = [[7, 8, 9, 10, 11, 12, 13], [50, 60, 70]]
-    params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True, trace=True)
-    settings = {"method": "eagle3", "model": str(path), "num_speculative_tokens": 3}
-    with LLM(target_path("llama"), settings, max_model_len=160, page_size=4) as llm:
-        outputs = llm.generate(prompts, params)
-    rejected = 0
-    for prompt, output in zip(prompts, outputs, strict=True):
-        completion = output.outputs[0]
-        tokens = prompt + completion.token_ids
-        streams = target_streams("llama", tokens, options.get("taps", TAPS), post_norm=not head.use_taps)
-        length = len(prompt) + 1  # the first token comes from the prompt's own pass
-        for entry in completion.trace or []:
-            expected, _ = slow.draft(head, tokens[:length], streams[: length - 1], embed, lm_head, len(entry["draft"]))
-            assert entry["draft"] == expected, f"{name}: after {length} tokens"
-            rejected += entry["accepted"] < len(entry["draft"])
-            length += entry["accepted"] + 1
-        assert length >= len(prompt) + 60, "the run must pass the head's max_position_embeddings of 64"
-    assert rejected > 10
+    settings, expected = {"method": "eagle3", "model": str(path)}, reference(head, options.get("taps", TAPS))
+    # one of them passes the head's max_position_embeddings of 64
+    check_rounds(target_path("llama"), settings, expected, max_tokens=80 if name == "plain" else 44)
+    if name in ("plain", "latent", "windows", "two_layers"):
+        check_logits(target_path("llama"), settings, expected)
 
 
 def dialects(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
@@ -131,6 +130,10 @@ def dialects(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[dict[str, torc
             tensors,
             {**flat, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in TAPS]}},
         ),
+        "modelopt_numbered": (
+            {name.replace("layers.0.", "midlayer.0."): tensor for name, tensor in tensors.items()},
+            {**flat, "eagle_config": {"layer_ids": TAPS, "use_aux_hidden_state": True}},
+        ),
         "speculators": (
             tensors,
             {
@@ -151,10 +154,7 @@ def test_every_dialect_is_the_same_head(target_path: Callable[..., Path], tmp_pa
     tensors = tiny.eagle3_tensors(64, 64, 3, 96, fc_norm=True)
     traces = {}
     for name, (stored, config) in dialects(tensors).items():
-        directory = tmp_path / name
-        directory.mkdir()
-        save_file({key: tensor.contiguous() for key, tensor in stored.items()}, directory / "model.safetensors")
-        (directory / "config.json").write_text(json.dumps(config))
+        directory = tiny.save_head(tmp_path / name, stored, config)
         with LLM(target_path("llama"), {"model": str(directory)}, max_model_len=128) as llm:
             assert llm.drafter is not None
             assert llm.drafter.taps == tuple(TAPS)
@@ -179,6 +179,14 @@ CONFLICTS = {
     "vocabulary without map": ({"draft_vocab_size": 100}, "no d2t tensor"),
     "missing norm": ({"fc_norm": True}, "lacks tensor fc_norm.0.weight"),
     "misshapen": ({"intermediate_size": 100}, "gate_proj.weight"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    "window without a length": ({"layer_types": ["sliding_attention"]}, "no sliding_window"),
+    "too few layer types": ({"layer_types": [], "num_hidden_layers": 2}, r"lacks tensor layers\.1\."),
+    "unknown layer type": ({"layer_types": ["chunked_attention"]}, "layer_types .'chunked_attention'. must say"),
+    "every layer fused": (
+        {"num_hidden_layers": 2, "eagle_config": {"next_layer_regular": False}},
+        "next_layer_regular = False is not supported",
+    ),
 }
 
 
@@ -190,12 +198,107 @@ def test_what_contradicts_itself_is_refused(name: str, target_path: Callable[...
         LLM(target_path("llama"), {"method": "eagle3", "model": str(path)}, max_model_len=64)
 
 
-def test_absolute_ids_in_d2t_are_refused(target_path: Callable[..., Path], tmp_path: Path) -> None:
+def test_target_ids_that_can_be_neither_are_refused(target_path: Callable[..., Path], tmp_path: Path) -> None:
     tensors = tiny.eagle3_tensors(64, 64, 3, 96)
-    tensors["d2t"] = tensors["d2t"] + torch.arange(96)
+    tensors["d2t"] = tensors["d2t"] + 200
     path = tiny.save_eagle3(tmp_path / "head", tensors, draft_vocab=96)
-    with pytest.raises(ValueError, match="must hold offsets"):
+    with pytest.raises(ValueError, match="outside the target's vocabulary of 256, and does not hold"):
         LLM(target_path("llama"), {"model": str(path)}, max_model_len=64)
+
+
+# what is said, and whether it must be told as doubtful; the target has 12 layers, so the usual taps are 2, 6, 9
+IDS: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
+    "nothing": ({}, (2, 6, 9), "default"),
+    "top level": ({"eagle_aux_hidden_state_layer_ids": [2, 6, 9]}, (2, 6, 9), "layers done"),
+    "top level, lifted": ({"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}, (1, 5, 8), "doubtful.*2, 6, 9"),
+    "top level, odd": ({"eagle_aux_hidden_state_layer_ids": [3, 7, 10]}, (3, 7, 10), "ambiguous.*4, 8, 11"),
+    "nested": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}}, (2, 6, 9), r"outputs \(\+1\)$"),
+    "nested, as taps": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 9]}}, (3, 7, 10), "doubtful"),
+    "nested layer_ids": ({"eagle_config": {"layer_ids": [9, 6, 2]}}, (2, 6, 9), "layers done$"),
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_layer_ids_and_their_doubts(name: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    said, taps, source = IDS[name]
+    config = {key: value for key, value in tiny.eagle3_config().items() if key != "eagle_aux_hidden_state_layer_ids"}
+    path = tiny.save_head(tmp_path, tiny.eagle3_tensors(64, 64, 3, tiny.VOCAB), {**config, **said})
+    with LLM(target_path("llama", num_hidden_layers=12), {"model": str(path)}, max_model_len=64) as llm:
+        assert llm.drafter is not None
+        found = llm.drafter.provenance()["taps"]
+    assert found.value == taps
+    assert re.search(source, found.source), found.source
+    assert any(word in found.source for word in ("doubtful", "ambiguous")) == any(
+        word in source for word in ("doubtful", "ambiguous")
+    )
+
+
+def test_every_setting_says_where_it_was_read(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    flat = tiny.eagle3_config(sliding_window=8)
+    del flat["rope_theta"]
+    layer = {key: value for key, value in flat.items() if key not in ("architectures", "draft_vocab_size")}
+    config = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer,
+        "draft_vocab_size": tiny.VOCAB,
+        "eagle_aux_hidden_state_layer_ids": TAPS,
+    }
+    path = tiny.save_head(tmp_path, tiny.eagle3_tensors(64, 64, 3, tiny.VOCAB), config)
+    with LLM(target_path("llama"), {"model": str(path)}, max_model_len=64) as llm:
+        assert llm.drafter is not None
+        said = llm.drafter.provenance()
+    assert said["rope"].value == {"rope_theta": 10000.0}, "heads are trained so, whatever the target's is"
+    assert said["rope"].source == "default"
+    assert said["norm_before_residual"].value is True
+    assert said["norm_before_residual"].source.endswith("ambiguous")
+    assert "sliding_window=8 is not heeded" in said["windows"].source
+    assert (said["own_head"].value, said["own_head"].source) == (True, "tensors")
+
+
+# a reading: what says the same in config.json, and in speculative_config
+READINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "taps -1": ({}, {"taps": [0, 1, 3]}),
+    "norm_before_residual true": ({"norm_before_residual": True}, {}),
+    "norm_output true": ({"norm_output": True}, {}),
+}
+
+
+def test_readings_are_what_other_checkpoints_would_say(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """A reading of a loaded drafter drafts like a checkpoint that says so, and leaves the drafter as it was."""
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, trace=True)
+    small: dict[str, Any] = {"max_model_len": 128, "page_size": 4}
+    traces = {}
+    for name, (config, settings) in {"": ({}, {}), **READINGS}.items():
+        path = tiny.save_eagle3(tmp_path / f"head{name}", draft_vocab=96, **config)
+        with LLM(target_path("llama"), {"model": str(path), **settings}, **small) as llm:
+            traces[name] = llm.generate([[3, 4, 5, 6]], params)[0].outputs[0].trace
+    assert len({str(trace) for trace in traces.values()}) == len(traces)
+    path = tmp_path / "head"
+    with LLM(target_path("llama"), {"model": str(path)}, **small) as llm:
+        own = llm.drafter
+        assert own is not None
+        readings = {reading.name: reading for reading in own.readings()}
+        assert list(readings) == list(READINGS), "taps +1 leaves the target, and d2t cannot be ids"
+        for name in [*READINGS, ""]:
+            drafter = readings[name].apply(own) if name else own
+            llm.engine.close()
+            llm.engine = Engine(llm.config, llm.target, drafter, llm.budget, llm.tokenizer)
+            assert llm.generate([[3, 4, 5, 6]], params)[0].outputs[0].trace == traces[name], name
+
+
+def test_a_reading_of_the_draft_ids(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """Offsets that all differ, and are not too large, could be ids too: this is told, and can be tried."""
+    tensors = tiny.eagle3_tensors(64, 64, 3, 64, own_head=True)
+    tensors["d2t"] = torch.arange(64) + 20  # ids 20, 22, ... as offsets
+    path = tiny.save_eagle3(tmp_path, tensors, draft_vocab=64)
+    with LLM(target_path("llama"), {"model": str(path)}, max_model_len=64) as llm:
+        assert isinstance(llm.drafter, Eagle3)
+        assert llm.drafter.provenance()["target_ids"].source.endswith("could be the target's ids")
+        other = next(reading for reading in llm.drafter.readings() if reading.name == "d2t absolute")
+        reread = other.apply(llm.drafter)
+        assert isinstance(reread, Eagle3)
+        ids = [drafter.target_ids() for drafter in (llm.drafter, reread)]
+    assert [list(each[:3]) for each in ids if each is not None] == [[20, 22, 24], [20, 21, 22]]
 
 
 def test_surplus_tensor_is_refused(target_path: Callable[..., Path], tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from outrider.engine.cache import Cache
 from outrider.engine.request import Request
 from outrider.engine.scheduler import Work
 from outrider.kernels import native
+from outrider.layers.mla import LatentShape
 from outrider.layers.moe import MixtureMLP
 from outrider.layers.mtp import MtpModule
 from outrider.models.base import Mtp, Target, targets
-from outrider.models.deepseek_v2 import latent_shape
 from outrider.sampling_params import SamplingParams
 
 FAMILIES = [family for family in tiny.FAMILIES if family.startswith("deepseek")]
@@ -94,8 +94,8 @@ def test_published_configs_are_spelt_the_old_way(tmp_path: Path) -> None:
 def test_scale_of_the_published_v3() -> None:
     yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
     dims = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
-    assert latent_shape(settings("deepseek_v3", rope_parameters=None, **dims)).scale == 192**-0.5
-    scale = latent_shape(settings("deepseek_v3", rope_parameters=None, rope_scaling=yarn, **dims)).scale
+    assert LatentShape.from_config(settings("deepseek_v3", rope_parameters=None, **dims)).scale == 192**-0.5
+    scale = LatentShape.from_config(settings("deepseek_v3", rope_parameters=None, rope_scaling=yarn, **dims)).scale
     assert scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
 
 

@@ -3,7 +3,7 @@ A drafter file names no target. It keeps nothing about requests: that lives in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,9 @@ class Drafter(nn.Module):
     num_carried: int = 1  # how many rows' taps it wants to see again in the next round
     lookahead: int
     needs_tokenizer_of_target = False  # its checkpoint has a tokenizer that must be the target's
+    from_text = False  # it has no layers and reads tokens only, so that it can go before another in a combination
+    lives_in_target = False  # without a checkpoint of its own, its weights are in the target's
+    drafts_in_parallel = False  # it knows what to do with parallel_drafting
 
     @classmethod
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Drafter:
@@ -37,6 +40,12 @@ class Drafter(nn.Module):
         return 0
 
     @classmethod
+    def stands_for(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:
+        """Whether this method is meant where another one is named, or was recognised, with such settings and such a
+        config.json."""
+        return False
+
+    @classmethod
     def suits(cls, target: type[Target]) -> bool:
         """Whether a drafter of this method can exist for such targets."""
         return True
@@ -44,6 +53,9 @@ class Drafter(nn.Module):
     def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
         """Drafts for every request of the step, already committed; [B, lookahead] tokens."""
         raise NotImplementedError
+
+    def learn(self, tokens: Sequence[int], tenant: str | None) -> None:
+        """A request has ended: its whole text. Called between steps, on the host."""
 
     def weights(self) -> dict[str, Weight]:
         return {}
@@ -62,6 +74,25 @@ class Drafter(nn.Module):
     def provenance(self) -> dict[str, Resolved]:
         """Every setting as it was understood, and where it was read."""
         return {}
+
+    def target_ids(self) -> Tensor | None:
+        """The target's id of every draft id, or None where they are the same."""
+        return None
+
+    def readings(self) -> list[Reading]:
+        """Other ways to understand the same checkpoint, for whoever measures which of them it was trained with."""
+        return []
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Another way to understand a drafter's checkpoint, told apart only by how well it drafts."""
+
+    name: str
+    advice: str  # what to change in which file, should this be the right one
+    apply: Callable[[Drafter], Drafter]
+    """From a loaded drafter to one that reads it so. It may want other taps, but as many. Both share weights and the
+    layers that hold the cache, so they must not run in two engines at once."""
 
 
 @dataclass
@@ -108,7 +139,8 @@ def extend(step: Step, first_key: int = 0, lag: int = 0, *, back: int = 0, extra
         max_rows=batch.max_rows + more,
         first_key=first_key,
         last_key=None,
-        features=None if batch.features is None else state.features_at(batch.slots[request], indices),
+        # rows that are run again may be images, though none of the pass is
+        features=state.features_at(batch.slots[request], indices) if back or batch.features is not None else None,
         # a state cannot be taken back, so rows that are run again have none to start from
         recurrence=Recurrence(torch.zeros_like(last), torch.stack([last - 1, last], dim=1)) if not back else None,
         memo={},
@@ -148,6 +180,32 @@ def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag:
         last_key=None,
         features=None,
         recurrence=Recurrence(torch.full_like(rows.request, ahead), rows.request[:, None], first=ahead + 1),
+        memo={},
+    )
+
+
+def block_rows(step: Step, tokens: Tensor) -> Batch:
+    """Rows [B, R] of a block that begins with each request's newest token: layers that look both ways (see
+    AttentionOptions) let a row see the whole of its block."""
+    batch, state = step.batch, step.state
+    num_rows, device = tokens.shape[1], tokens.device
+    request = torch.arange(len(tokens), device=device).repeat_interleave(num_rows, output_size=tokens.numel())
+    newest = (state.lengths[batch.slots] - 1)[request]
+    indices = newest + torch.arange(num_rows, device=device).repeat(len(tokens))
+    return replace(
+        batch,
+        input_ids=tokens.flatten(),
+        positions=_positions(step, batch.slots[request], indices, 0),
+        indices=indices,
+        query_start=torch.arange(0, tokens.numel() + 1, num_rows, dtype=torch.int32, device=device),
+        request=request,
+        write_locations=_locations(batch, request, indices, step.emits[request]),
+        max_len=batch.max_len + num_rows,
+        max_rows=num_rows,
+        first_key=0,
+        last_key=newest + num_rows - 1,
+        features=None,
+        recurrence=None,
         memo={},
     )
 

@@ -1,4 +1,5 @@
-"""A separate, smaller language model of the same vocabulary drafts token by token."""
+"""A separate, smaller language model of the same vocabulary drafts token by token; or, if it was trained to (PARD),
+all tokens in one pass, from mask tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, draft_chain, drafters, extend, no_draft, single_rows
+from outrider.drafters.parallel import draft_at_once, draft_rows, mask_rows, num_masked, resolve_mask_token
 from outrider.models.base import Target, targets
 from outrider.types import Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
 
@@ -18,12 +20,14 @@ from outrider.types import Batch, Checkpoint, Draft, Hidden, Resolved, Step, Ver
 @drafters.register("draft_model")
 class DraftModel(Drafter):
     needs_tokenizer_of_target = True
+    drafts_in_parallel = True
 
-    def __init__(self, model: Target, lookahead: int, vocab_size: int) -> None:
+    def __init__(self, model: Target, lookahead: int, vocab_size: int, mask_token: Resolved | None = None) -> None:
         super().__init__()
         self.model = model
         self.lookahead = lookahead
         self.vocab_size = vocab_size  # the target's; ids beyond the smaller of the two are padding
+        self.mask_token = mask_token  # None: token by token
 
     @classmethod
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> DraftModel:
@@ -37,7 +41,10 @@ class DraftModel(Drafter):
                 f"draft model {checkpoint.path} has a vocabulary of {model.vocab_size}, the target one of "
                 f"{target.vocab_size}: they cannot share token ids; choose a draft model with the same tokenizer"
             )
-        return cls(model, settings.num_speculative_tokens, target.vocab_size)
+        mask_token = (
+            resolve_mask_token(checkpoint.config, model.embed.vocab_size) if settings.parallel_drafting else None
+        )
+        return cls(model, settings.num_speculative_tokens, target.vocab_size, mask_token)
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> int:
@@ -54,9 +61,22 @@ class DraftModel(Drafter):
 
     def provenance(self) -> dict[str, Resolved]:
         architecture = self.model.config["architectures"][0]
-        return {"architecture": Resolved(architecture, "architectures in the draft model's config.json")}
+        said = {"architecture": Resolved(architecture, "architectures in the draft model's config.json")}
+        return said if self.mask_token is None else {**said, "mask_token": self.mask_token}
 
     def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
+        return self._one_by_one(step) if self.mask_token is None else self._at_once(step, self.mask_token.value)
+
+    def _at_once(self, step: Step, mask_token: int) -> Draft:
+        """Recurrent layers need no more than this: the masked rows follow the newest token, and no state is kept of
+        them."""
+        extension = extend(step, extra=num_masked(step))
+        last = self._run(mask_rows(extension, step, mask_token)[0])
+        if not step.depth:
+            return no_draft(step, self.lookahead)
+        return draft_at_once(step, self.lookahead, self._logits(last[draft_rows(extension, step)]))
+
+    def _one_by_one(self, step: Step) -> Draft:
         extension = extend(step)
         last = self._run(extension.batch)[extension.last]
         if not step.depth:

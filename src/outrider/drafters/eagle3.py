@@ -11,60 +11,51 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, draft_chain, drafters, extend, no_draft, shifted, single_rows
+from outrider.drafters.base import Drafter, Reading, drafters
 from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, resolve
-from outrider.layers.attention import SelfAttention
-from outrider.layers.block import Block, DecoderBlock, attention_weights, block_weights, mlp_weights
-from outrider.layers.embedding import Embedding, Head, embed_rows
+from outrider.drafters.head import FIRST_KEY as FIRST_KEY
+from outrider.drafters.head import FeedbackDrafter, actual_names, layer_weights, twin, unless_same
+from outrider.layers.block import DecoderBlock
+from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
-from outrider.layers.mlp import GatedMLP
+from outrider.layers.mla import LatentBlock
 from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Rotary
 from outrider.models.base import Target
-from outrider.types import Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
-
-FIRST_KEY = 1  # an entry stands at the index of its token and needs the state before it, so token 0 has none
+from outrider.types import Batch, Checkpoint, Resolved, Weight
 
 
-class FusedBlock(Block):
+class FusedBlock(nn.Module):
     """The first layer: attention over [norm(embedding), norm(state)] side by side; the residual is the state."""
 
-    def __init__(self, config: Eagle3Config, rotary: Rotary) -> None:
-        shape = replace(config.attention, input_size=2 * config.hidden_size)
-        mlp = GatedMLP(config.hidden_size, config.intermediate_size)
-        super().__init__(SelfAttention(shape, rotary), mlp, RMSNorm(config.hidden_size, config.eps))
-        self.norm_before_residual = config.norm_before_residual
-        self.embedding_norm = RMSNorm(config.hidden_size, config.eps)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.eps)
+    def __init__(self, block: DecoderBlock | LatentBlock, size: int, eps: float) -> None:
+        super().__init__()
+        self.block = block
+        self.hidden_norm = RMSNorm(size, eps)
 
-    def forward(self, embedding: Tensor, state: Tensor, batch: Batch) -> Tensor:
+    def forward(self, embedding: Tensor, state: Tensor, batch: Batch, *, norm_before_residual: bool) -> Tensor:
         normed = self.hidden_norm(state)
-        residual = normed if self.norm_before_residual else state
-        return self.run(residual, torch.cat([self.embedding_norm(embedding), normed], dim=-1), batch)
+        inputs = torch.cat([self.block.attention_norm(embedding), normed], dim=-1)
+        return self.block.run(normed if norm_before_residual else state, inputs, batch)
 
 
 class Eagle3Network(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config = config
-        rotary = Rotary.from_config(config.rope, config.attention.head_dim)
+        size, eps = config.hidden_size, config.layers.eps
         width = len(config.taps) * config.target_hidden_size
-        self.input_norm = RMSNorm(width, config.eps) if config.norm_before_fc else None
+        self.input_norm = RMSNorm(width, eps) if config.norm_before_fc else None
         norms = config.taps if config.fc_norm else ()
-        self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, config.eps) for _ in norms)
-        self.fc = Linear(width, config.hidden_size, bias=config.fc_bias) if config.use_taps else None
-        self.first = FusedBlock(config, rotary)
-        self.rest = nn.ModuleList(
-            DecoderBlock(
-                SelfAttention(config.attention, rotary),
-                GatedMLP(config.hidden_size, config.intermediate_size),
-                config.eps,
-            )
-            for _ in range(config.num_layers - 1)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.eps)
-        self.embed = Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
-        self.head = Head(config.draft_vocab_size, config.hidden_size) if config.own_head else None
+        self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in norms)
+        self.fc = Linear(width, size, bias=config.fc_bias) if config.use_taps else None
+        first, *rest = config.layers.build(input_size=2 * size)
+        self.first = FusedBlock(first, size, eps)
+        self.rest = nn.ModuleList(rest)
+        self.norm = RMSNorm(size, eps)
+        self.embed = Embedding(config.vocab_size, size) if config.own_embedding else None
+        has_head = config.own_head or config.tied_head
+        tied = self.embed if config.tied_head else None
+        self.head = Head(config.draft_vocab_size, size, tied=tied) if has_head else None
         self.d2t = (
             nn.Parameter(torch.zeros(config.draft_vocab_size, dtype=torch.long), requires_grad=False)
             if config.maps_vocabulary
@@ -82,7 +73,7 @@ class Eagle3Network(nn.Module):
 
     def forward(self, embedding: Tensor, state: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """-> what the head reads (after the norm), and what is fed back."""
-        x = self.first(embedding, state, batch)
+        x = self.first(embedding, state, batch, norm_before_residual=self.config.norm_before_residual)
         for block in self.rest:
             x = block(x, batch)
         normed = self.norm(x)
@@ -90,13 +81,13 @@ class Eagle3Network(nn.Module):
 
 
 @drafters.register("eagle3")
-class Eagle3(Drafter):
+class Eagle3(FeedbackDrafter):
     def __init__(self, config: Eagle3Config, target: Target, lookahead: int) -> None:
         super().__init__()
         self.config = config
         self.lookahead = lookahead
         self.taps = config.taps
-        self.network = Eagle3Network(config)
+        self.network: Eagle3Network = Eagle3Network(config)
         self._target = (target,)  # in a tuple: shared, not owned
 
     @classmethod
@@ -115,24 +106,6 @@ class Eagle3(Drafter):
 
     # drafting
 
-    def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
-        extension = extend(step, FIRST_KEY, lag=1)  # training counted positions by the hidden state
-        state = self._features(shifted(hidden, extension, step))
-        normed, feedback = self._run(extension.batch, state)
-        if not step.depth:
-            return no_draft(step, self.lookahead)
-        feedback = feedback[extension.last]
-
-        def advance(tokens: Tensor, ahead: int) -> Tensor:
-            nonlocal feedback
-            normed, feedback = self._run(single_rows(step, ahead, tokens, FIRST_KEY, lag=1), feedback)
-            return self.logits(normed)
-
-        return draft_chain(step, self.lookahead, self.logits(normed[extension.last]), advance, self.target_ids())
-
-    def _run(self, batch: Batch, state: Tensor) -> tuple[Tensor, Tensor]:
-        return self.network(embed_rows(self.embed, batch), state, batch)
-
     def _features(self, taps: Tensor) -> Tensor:
         if not self.config.use_taps:  # the target's last state, as its head sees it
             taps = self._target[0].norm(taps)
@@ -147,61 +120,108 @@ class Eagle3(Drafter):
         return head(normed) * self.config.logit_scale if self.config.logit_scale != 1.0 else head(normed)
 
     def target_ids(self) -> Tensor | None:
-        """The target's id of every draft id, or None where they are the same."""
         d2t = self.network.d2t
-        return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
+        if d2t is None or self.config.absolute_ids:
+            return d2t
+        return d2t + torch.arange(len(d2t), device=d2t.device)
+
+    # other ways to read the checkpoint
+
+    def readings(self) -> list[Reading]:
+        config, readings = self.config, []
+        for shift in (1, -1) if config.use_taps else ():
+            taps = tuple(tap + shift for tap in config.taps)
+            if taps[0] >= 0 and taps[-1] <= self._target[0].num_layers:
+                advice = f'set "taps" to {list(taps)} in speculative_config'
+                readings.append(_reading(f"taps {shift:+d}", advice, taps=taps))
+        flags = {"norm_before_residual": config.norm_before_residual, "norm_output": config.norm_output}
+        for flag, value in flags.items():
+            now = str(not value).lower()
+            advice = f'set "{flag}": {now} at the top level of the head\'s config.json'
+            readings.append(_reading(f"{flag} {now}", advice, **{flag: not value}))
+        if config.maps_vocabulary and self._reread(absolute_ids=not config.absolute_ids)._maps_well():
+            name = "d2t offsets" if config.absolute_ids else "d2t absolute"
+            advice = "store target id - draft id in the tensor d2t, as engines expect it"
+            readings.append(_reading(name, advice, absolute_ids=not config.absolute_ids))
+        return readings
+
+    def _reread(self, **changes: Any) -> Eagle3:
+        """Shares the weights, and the layers with their cache memory."""
+        other = twin(self)
+        other.config = replace(self.config, **changes)
+        other.taps = other.config.taps
+        other.network = twin(self.network)
+        other.network.config = other.config
+        return other
 
     # loading
 
     def check(self) -> None:
-        ids = self.target_ids()
-        if ids is None:
+        """d2t holds offsets. If it cannot, but could hold the target's ids themselves, then that is what it holds."""
+        if not self.config.tied_head:
+            self.network.embed = unless_same(self.network.embed, self._target[0].embed)
+        if not self.config.maps_vocabulary:
             return
-        wrong = int(((ids < 0) | (ids >= self.config.vocab_size)).sum())
-        if wrong:
+        strays, could_be_ids = self._num_strays(), self._reread(absolute_ids=True)._maps_well()
+        if strays and not could_be_ids:
             raise ValueError(
-                f"d2t sends {wrong} draft ids outside the target's vocabulary of {self.config.vocab_size}: it must "
-                "hold offsets (target id - draft id), not the target's ids themselves"
+                f"d2t sends {strays} draft ids outside the target's vocabulary of {self.config.vocab_size}, and does "
+                "not hold the target's ids themselves either: the head belongs to another target"
             )
+        source = "d2t read as offsets"
+        if strays:
+            source = "d2t read as the target's ids: as offsets they would leave its vocabulary"
+        elif could_be_ids:
+            source += "; ambiguous: they could be the target's ids"
+        said = {**self.config.provenance, "target_ids": Resolved("ids" if strays else "offsets", source)}
+        self.config = self.network.config = replace(self.config, absolute_ids=strays > 0, provenance=said)
+
+    def _num_strays(self) -> int:
+        ids = self.target_ids()
+        return 0 if ids is None else int(((ids < 0) | (ids >= self.config.vocab_size)).sum())
+
+    def _maps_well(self) -> bool:
+        ids = self.target_ids()
+        return ids is not None and not self._num_strays() and len(ids.unique()) == len(ids)
 
     def provenance(self) -> dict[str, Resolved]:
         return self.config.provenance
 
     def ignores(self, name: str) -> bool:
-        return self.config.names.get(name) is None
+        return self.config.names.get(name) in (None, "mask_hidden")  # the latter is for drafting all at once
 
     def weights(self) -> dict[str, Weight]:
-        actual = {canonical: name for name, canonical in self.config.names.items() if canonical is not None}
-        return {
-            f"network.{parameter}": Weight(tuple(actual.get(name, name) for name in weight.names), weight.combine)
-            for parameter, weight in self._canonical_weights().items()
-        }
+        named = {f"network.{parameter}": weight for parameter, weight in self._canonical_weights().items()}
+        return actual_names(named, self.config.names)
 
     def _canonical_weights(self) -> dict[str, Weight]:
-        network, first = self.network, self.network.first
+        network = self.network
         weights = {
-            "first.embedding_norm.weight": Weight(("layers.0.input_layernorm.weight",)),
             "first.hidden_norm.weight": Weight(("layers.0.hidden_norm.weight",)),
-            "first.mlp_norm.weight": Weight(("layers.0.post_attention_layernorm.weight",)),
             "norm.weight": Weight(("norm.weight",)),
+            **layer_weights(network.first.block, "layers.0.", "first.block."),
         }
-        weights |= attention_weights(first.attention, "layers.0.self_attn.", "first.attention.")
-        assert isinstance(first.mlp, GatedMLP)
-        weights |= mlp_weights(first.mlp, "layers.0.mlp.", "first.mlp.")
         for number, block in enumerate(network.rest):
-            assert isinstance(block, DecoderBlock)
-            for name, weight in block_weights(block, f"layers.{number + 1}.").items():
-                weights[f"rest.{number}.{name}"] = weight
+            assert isinstance(block, DecoderBlock | LatentBlock)
+            weights |= layer_weights(block, f"layers.{number + 1}.", f"rest.{number}.")
         for number in range(len(network.fc_norm)):
             weights[f"fc_norm.{number}.weight"] = Weight((f"fc_norm.{number}.weight",))
         single = {
             "input_norm.weight": network.input_norm,
             "fc.weight": network.fc,
             "embed.weight": network.embed,
-            "head.weight": network.head,
+            "head.weight": network.head if self.config.own_head else None,
             "d2t": network.d2t,
         }
         weights |= {name: Weight((canonical_names(name),)) for name, part in single.items() if part is not None}
         if network.fc is not None and network.fc.bias is not None:
             weights["fc.bias"] = Weight(("fc.bias",))
         return weights
+
+
+def _reading(name: str, advice: str, **changes: Any) -> Reading:
+    def apply(drafter: Drafter) -> Drafter:
+        assert isinstance(drafter, Eagle3)
+        return drafter._reread(**changes)
+
+    return Reading(name, advice, apply)

@@ -12,6 +12,8 @@ from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict
 
 @drafters.register("ngram")
 class Ngram(Drafter):
+    from_text = True
+
     def __init__(self, settings: SpeculativeConfig) -> None:
         super().__init__()
         self.lookahead = settings.num_speculative_tokens

@@ -69,7 +69,9 @@ class Engine:
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:
-        self.scheduler.abort(request)
+        if not request.finished:
+            self.scheduler.abort(request)
+            self._learn(request)
 
     @property
     def has_work(self) -> bool:
@@ -149,8 +151,14 @@ class Engine:
                 wanted = work.request.params.logprobs
                 work.request.logprobs += logprob_table(rows, tokens[:taken], wanted, self.tokenizer)
             self.scheduler.update(work.request, kept, num_drafts)
+            if work.request.finished:
+                self._learn(work.request)
             work.request.draft = drafted
         return [work.request for work in plan if work.emits]
+
+    def _learn(self, request: Request) -> None:
+        if self.drafter is not None and request.num_outputs:
+            self.drafter.learn(request.tokens, request.params.tenant)
 
     def _commit(self, work: Work, tokens: Sequence[int]) -> int:
         """How many of the tokens the request takes before it ends."""

@@ -40,13 +40,26 @@ def build_target(checkpoint: Checkpoint) -> Target:
 
 
 def build_drafter(settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Drafter:
-    return drafters[resolve_method(settings, checkpoint)].build(settings, target, checkpoint)
+    method = resolve_method(settings, checkpoint)
+    if settings.parallel_drafting and not drafters[method].drafts_in_parallel:
+        raise ValueError(f"method {method} has no use for parallel_drafting: remove it")
+    return drafters[method].build(settings, target, checkpoint)
+
+
+def lives_in_target(settings: SpeculativeConfig) -> bool:
+    """Whether the drafter's weights are in the target's own checkpoint."""
+    return settings.model is None and drafters[resolve_method(settings, None)].lives_in_target
 
 
 def resolve_method(settings: SpeculativeConfig, checkpoint: Checkpoint | None) -> str:
-    """The method the user named, or the one whose checkpoints look like this."""
-    if settings.method is not None or checkpoint is None:
-        return settings.method or "unnamed"
+    """The method the user named, or the one whose checkpoints look like this; or one that claims to be meant by it."""
+    method = settings.method if settings.method is not None else _recognised(checkpoint)
+    config = checkpoint.config if checkpoint is not None else {}
+    return next((name for name in drafters if drafters[name].stands_for(method, settings, config)), method)
+
+
+def _recognised(checkpoint: Checkpoint | None) -> str:
+    assert checkpoint is not None, "settings without a method have a model"
     sureness = {name: drafters[name].recognises(checkpoint.config) for name in drafters}
     best = max(sureness, key=lambda name: sureness[name])
     if not sureness[best]:

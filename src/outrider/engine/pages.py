@@ -13,6 +13,11 @@ from outrider.types import NULL_PAGE
 ROOT = b"outrider"
 
 
+def root_of(tenant: str | None) -> bytes:
+    """Where the names of a tenant's pages begin: nobody finds pages of another's, not even by their speed."""
+    return ROOT if tenant is None else hashlib.sha256(ROOT + tenant.encode()).digest()
+
+
 def page_hashes(tokens: Sequence[int], page_size: int, start: int = 0, parent: bytes = ROOT) -> list[bytes]:
     """Names of the full pages of `tokens` from page number `start` on; `parent` is the name of the page before."""
     names = []

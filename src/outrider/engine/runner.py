@@ -70,6 +70,7 @@ class Runner:
             sampling=self._sampling_of(plan),
             state=state,
             depth=depth,
+            tenants=tuple(work.request.params.tenant for work in plan),
         )
 
     def _tensor(self, values: list[int]) -> Tensor:

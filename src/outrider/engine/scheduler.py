@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from outrider.engine.pages import PagePool, page_hashes
+from outrider.engine.pages import PagePool, page_hashes, root_of
 from outrider.engine.request import Request, Status
 
 
@@ -148,7 +148,7 @@ class Scheduler:
         log-probabilities are wanted."""
         if not self.limits.prefix_caching or request.params.prompt_logprobs is not None:
             return []
-        names = page_hashes(request.named_tokens[:-1], self.limits.page_size)
+        names = page_hashes(request.named_tokens[:-1], self.limits.page_size, 0, root_of(request.params.tenant))
         while request.whole(0, len(names) * self.limits.page_size) != len(names) * self.limits.page_size:
             names.pop()  # the last page ends inside an image
         return names
@@ -179,7 +179,8 @@ class Scheduler:
         if request.num_computed // size <= known:
             return
         full = request.named_tokens[: request.num_computed // size * size]
-        names = page_hashes(full, size, known, *request.page_names[-1:])
+        parent = request.page_names[-1] if known else root_of(request.params.tenant)
+        names = page_hashes(full, size, known, parent)
         for page, name in zip(request.pages[known:], names, strict=False):
             self.pool.name(page, name)
         request.page_names += names

@@ -1,7 +1,9 @@
 """Multi-head latent attention: all heads' keys and values come from one small vector per token, the only thing cached.
 Queries are taken to the latent space, not latents to the heads' (absorbed), in prefill and decoding alike."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +22,55 @@ INNER_EPS = 1e-6  # of the norms on query and latent, whatever rms_norm_eps says
 
 @dataclass(frozen=True)
 class LatentShape:
-    hidden_size: int
+    hidden_size: int  # of the output
     num_heads: int
     latent_dim: int  # kv_lora_rank
     plain_dim: int  # qk_nope_head_dim: the part of a head's query and key that knows no position
     rotary_dim: int  # qk_rope_head_dim: the part that turns; its key is shared by all heads
     value_dim: int  # v_head_dim
+    input_size: int | None = None  # where it differs from hidden_size
     query_rank: int | None = None  # q_lora_rank; None: queries come straight from the input
     scale: float | None = None  # None: (plain_dim + rotary_dim) ** -0.5
     bias: bool = False
     interleaved: bool = True  # the checkpoint turns pairs (2 j, 2 j + 1), else (j, j + rotary_dim / 2)
 
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "LatentShape":
+        """Reads a config.json in DeepSeek's words."""
+        keys = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+        missing = [key for key in (*keys, "v_head_dim") if config.get(key) is None]
+        if missing:
+            raise ValueError(f"config.json lacks {', '.join(missing)}")
+        hidden_size, num_heads, latent_dim, plain_dim, rotary_dim = (config[key] for key in keys)
+        return cls(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            latent_dim=latent_dim,
+            plain_dim=plain_dim,
+            rotary_dim=rotary_dim,
+            value_dim=config["v_head_dim"],
+            query_rank=config.get("q_lora_rank"),
+            scale=(plain_dim + rotary_dim) ** -0.5 * _stretch(rope_settings(config)) ** 2,
+            bias=bool(config.get("attention_bias", False)),
+            interleaved=bool(config.get("rope_interleave", True)),
+        )
+
     @property
     def query_width(self) -> int:
         return self.num_heads * (self.plain_dim + self.rotary_dim)
+
+
+def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
+    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
+def _stretch(rope: dict[str, Any]) -> float:
+    """What YaRN multiplies all of a query and of a key with. What it does to their turning parts besides
+    (mscale / mscale_all_dim) is in the rotary tables."""
+    kind, weight = rope.get("rope_type", rope.get("type", "default")), rope.get("mscale_all_dim")
+    if kind == "default" or not weight or rope["factor"] <= 1:
+        return 1.0
+    return 0.1 * weight * math.log(rope["factor"]) + 1.0
 
 
 class LatentAttention(CachedLayer):
@@ -47,9 +84,9 @@ class LatentAttention(CachedLayer):
         scale = (shape.plain_dim + shape.rotary_dim) ** -0.5 if shape.scale is None else shape.scale
         self.options = AttentionOptions(scale=scale)
         rank, width = shape.query_rank, shape.query_width
-        self.inputs = Linear(
-            shape.hidden_size, (rank or width) + shape.latent_dim + shape.rotary_dim, bias=shape.bias
-        )  # queries (or what they come from), latent, the key that turns
+        # queries (or what they come from), latent, the key that turns
+        rows = (rank or width) + shape.latent_dim + shape.rotary_dim
+        self.inputs = Linear(shape.input_size or shape.hidden_size, rows, bias=shape.bias)
         self.query_norm = RMSNorm(rank, INNER_EPS) if rank is not None else None
         self.query = Linear(rank, width) if rank is not None else None
         self.latent_norm = RMSNorm(shape.latent_dim, INNER_EPS)
@@ -96,7 +133,11 @@ class LatentBlock(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), batch)
+        return self.run(x, self.attention_norm(x), batch)
+
+    def run(self, residual: Tensor, inputs: Tensor, batch: Batch) -> Tensor:
+        """residual [T, H], inputs [T, in] -> [T, H]."""
+        x = residual + self.attention(inputs, batch)
         return x + self.mlp(self.mlp_norm(x))
 
 

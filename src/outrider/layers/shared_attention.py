@@ -1,5 +1,7 @@
 """Attention whose values are normed like its keys, and attention that reads the keys and values of another layer."""
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from outrider.kernels.attention import paged_attention
@@ -36,23 +38,25 @@ class ValueNormAttention(SelfAttention):
 
 
 class SharedAttention(nn.Module):
-    """Has queries only, and asks the keys and values of an earlier layer. It remembers nothing itself."""
+    """Has queries only, and asks the keys and values of another layer. It remembers nothing itself."""
 
-    def __init__(self, source: ValueNormAttention) -> None:
+    def __init__(self, source: SelfAttention, shape: AttentionShape, rotary: Rotary, eps: float) -> None:
         super().__init__()
-        shape = source.shape
         self.source = (source,)  # in a tuple: its parameters and pages are its own
+        self.shape = shape
+        self.rotary = rotary
+        self.options = replace(source.options, window=shape.window)
         width = shape.num_heads * shape.head_dim
         self.query = Linear(shape.hidden_size, width, bias=shape.qkv_bias)
-        self.q_norm = RMSNorm(shape.head_dim, source.eps, wide=True)
+        self.q_norm = RMSNorm(shape.head_dim, eps, wide=True)
         self.output = Linear(width, shape.hidden_size, bias=shape.output_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         (source,) = self.source
         assert source.pages is not None, "the layer has no cache memory yet"
-        q = self.query(x).view(len(x), -1, source.shape.head_dim)
-        q = rotate(self.q_norm(q), *source.rotary(batch))
-        return self.output(paged_attention(q, source.pages, batch, source.options).flatten(1))
+        q = self.query(x).view(len(x), -1, self.shape.head_dim)
+        q = rotate(self.q_norm(q), *self.rotary(batch))
+        return self.output(paged_attention(q, source.pages, batch, self.options).flatten(1))
 
 
 def value_norm_weights(attention: ValueNormAttention, source: str, name: str) -> dict[str, Weight]:

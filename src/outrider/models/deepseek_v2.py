@@ -1,6 +1,5 @@
 """DeepSeek V2 and V2-Lite: latent attention, then experts chosen by softmax, perhaps from the best groups only."""
 
-import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +8,7 @@ from outrider.kernels.moe import best_groups
 from outrider.layers.block import mlp_weights
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
-from outrider.layers.mla import LatentAttention, LatentBlock, LatentShape, latent_weights
+from outrider.layers.mla import LatentAttention, LatentBlock, LatentShape, latent_weights, rope_settings
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts, ExpertShape, MixtureMLP, experts_by_number, router_logits
 from outrider.layers.norm import RMSNorm
@@ -44,7 +43,7 @@ class DeepseekV2(Target):
         super().__init__(config)
         self.check(config)
         vocab_size, num_layers, num_dense = require(config, "vocab_size", "num_hidden_layers", "first_k_dense_replace")
-        self.shape = latent_shape(config)
+        self.shape = LatentShape.from_config(config)
         self.rotary = Rotary.from_config(config, self.shape.rotary_dim)
         self.embed = Embedding(vocab_size, self.shape.hidden_size)
         self.layers = nn.ModuleList(
@@ -87,12 +86,7 @@ class DeepseekV2(Target):
         return MixtureMLP(self.router(), Experts(ExpertShape(num_experts, hidden_size, intermediate_size)), shared)
 
     def weights(self) -> dict[str, Weight]:
-        weights = {
-            "embed.weight": Weight(("model.embed_tokens.weight",)),
-            "norm.weight": Weight(("model.norm.weight",)),
-        }
-        if self.head.weight is not self.embed.weight:
-            weights["head.weight"] = Weight(("lm_head.weight",))
+        weights = self.frame_weights()
         for number, block in enumerate(self.layers):
             assert isinstance(block, LatentBlock)
             weights |= self.block_weights(block, f"model.layers.{number}.", f"layers.{number}.")
@@ -117,11 +111,6 @@ class DeepseekV2(Target):
             weights |= mlp_weights(mlp.shared, f"{source}shared_experts.", f"{name}shared.")
         return weights
 
-    def ignores(self, name: str) -> bool:
-        # A tied checkpoint may still carry its head: the same numbers twice.
-        tied = self.head.weight is self.embed.weight
-        return super().ignores(name) or (tied and name == "lm_head.weight")
-
 
 def refuse_unbuilt(config: dict[str, Any]) -> None:
     """What neither V2 nor V3 has here."""
@@ -129,38 +118,6 @@ def refuse_unbuilt(config: dict[str, Any]) -> None:
     refuse(config, "moe_layer_freq", 1)
     refuse(config, "num_key_value_heads", config.get("num_attention_heads"))
     refuse({**config, **rope_settings(config)}, "partial_rotary_factor", 1.0)
-
-
-def latent_shape(config: dict[str, Any]) -> LatentShape:
-    hidden_size, num_heads = require(config, "hidden_size", "num_attention_heads")
-    latent_dim, plain_dim, rotary_dim, value_dim = require(
-        config, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
-    )
-    return LatentShape(
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        latent_dim=latent_dim,
-        plain_dim=plain_dim,
-        rotary_dim=rotary_dim,
-        value_dim=value_dim,
-        query_rank=config.get("q_lora_rank"),
-        scale=(plain_dim + rotary_dim) ** -0.5 * stretch(rope_settings(config)) ** 2,
-        bias=bool(config.get("attention_bias", False)),
-        interleaved=bool(config.get("rope_interleave", True)),
-    )
-
-
-def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-
-
-def stretch(rope: dict[str, Any]) -> float:
-    """What YaRN multiplies all of a query and of a key with. What it does to their turning parts besides
-    (mscale / mscale_all_dim) is in the rotary tables."""
-    kind, weight = rope.get("rope_type", rope.get("type", "default")), rope.get("mscale_all_dim")
-    if kind == "default" or not weight or rope["factor"] <= 1:
-        return 1.0
-    return 0.1 * weight * math.log(rope["factor"]) + 1.0
 
 
 def expert_groups(config: dict[str, Any]) -> tuple[int, int]:

@@ -48,6 +48,7 @@ class DeepseekV3(DeepseekV2):
             reads_normed=True,
             feeds_normed=True,
             zero_first_embedding=True,
+            copies=(r"\.embed_tokens\.weight$", r"\.shared_head\.head\.weight$"),
         )
 
     @property

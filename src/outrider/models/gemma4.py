@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outrider.kernels.moe import softmax_top
 from outrider.kernels.norm import rms_norm
-from outrider.layers.attention import AttentionShape
+from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
@@ -246,7 +246,9 @@ class Gemma4(Gemma3):
             elif kind in sources:
                 widening = 2 if self.config.get("use_double_wide_mlp") else 1
                 width = widening * self.config["intermediate_size"]
-                layers.append(self.layer(number, SharedAttention(sources[kind]), width))
+                source = sources[kind]
+                shared = SharedAttention(source, source.shape, source.rotary, source.eps)
+                layers.append(self.layer(number, shared, width))
             else:
                 raise ValueError(
                     f"config.json: num_kv_shared_layers = {num_shared} of {num_layers} leaves layer {number} ({kind}) "
@@ -287,6 +289,16 @@ class Gemma4(Gemma3):
         router = Gemma4Router(hidden_size, num_experts, num_chosen, config["rms_norm_eps"])
         shape = ExpertShape(num_experts, hidden_size, width, activation=gated_activation(config))
         return SideMixture(router, Experts(shape), [self.norm_of(hidden_size) for _ in range(3)])
+
+    @property
+    def shared_layers(self) -> Mapping[str, SelfAttention]:
+        """The last layer of each kind with keys and values of its own."""
+        found: dict[str, SelfAttention] = {}
+        for kind, layer in zip(self.kinds, self.layers, strict=True):
+            assert isinstance(layer, Gemma4Block)
+            if isinstance(layer.attention, SelfAttention):
+                found[kind] = layer.attention
+        return found
 
     def weights(self) -> dict[str, Weight]:
         weights = super().weights()

@@ -1,0 +1,320 @@
+"""DFlash: the target's hidden states enter as keys and values only, and one block of masks drafts all tokens at once.
+DSpark and DFlash2 are options of the same network (see dspark.py, dflash2.py); the checkpoint says which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.config import SpeculativeConfig
+from outrider.drafters.base import Drafter, Reading, block_rows, draft_chain, drafters, no_draft
+from outrider.drafters.dflash2 import ConvBlock, Selector
+from outrider.drafters.dflash_config import DFlashConfig, resolve
+from outrider.drafters.dflash_reader import canonical_name
+from outrider.drafters.dspark import ConfidenceHead, MarkovHead
+from outrider.drafters.head import twin
+from outrider.kernels.activation import GATED
+from outrider.kernels.linear import linear
+from outrider.kernels.packed import Packed
+from outrider.kernels.rope import rope_write
+from outrider.kernels.sampling import choose
+from outrider.layers.attention import AttentionShape, SelfAttention
+from outrider.layers.block import DecoderBlock, block_weights
+from outrider.layers.embedding import Embedding, Head, embed_rows
+from outrider.layers.linear import Linear
+from outrider.layers.mlp import GatedMLP
+from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Rotary
+from outrider.models.base import Target
+from outrider.types import Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
+
+Correction = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits [B, V], hidden [B, H], token before [B] -> [B, V]
+
+
+class DFlashNetwork(nn.Module):
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, eps = config.hidden_size, config.eps
+        self.fc = Linear(len(config.taps) * config.target_hidden_size, size)
+        self.hidden_norm = RMSNorm(size, eps)
+        shared: dict[int, Rotary] = {}  # layers with the same frequencies compute their tables once a pass
+        for rope, shape in zip(config.ropes, config.layers, strict=True):
+            if id(rope) not in shared:
+                shared[id(rope)] = Rotary.from_config(rope, shape.head_dim)
+        rotaries = [shared[id(rope)] for rope in config.ropes]
+        self.layers = nn.ModuleList(map(self._block, config.layers, rotaries))
+        self.norm = RMSNorm(size, eps)
+        self.embed = Embedding(config.vocab_size, size) if config.own_embedding else None
+        self.head = Head(config.draft_vocab_size, size, softcap=config.softcap) if config.own_head else None
+        self.mask = nn.Parameter(torch.empty(size)) if config.own_mask else None
+        self.d2t = (
+            nn.Parameter(torch.zeros(config.draft_vocab_size, dtype=torch.long), requires_grad=False)
+            if config.maps_vocabulary
+            else None
+        )
+        correction, vocab_sizes = config.correction, (config.vocab_size, config.draft_vocab_size)
+        markov = correction is not None and correction.rank > 0
+        self.markov = MarkovHead(correction, size, *vocab_sizes) if correction is not None and markov else None
+        confident = correction is not None and correction.confidence
+        self.confidence = ConfidenceHead(correction, size) if correction is not None and confident else None
+        self.selector = Selector(config.selector, size, config.vocab_size) if config.selector is not None else None
+
+    def _block(self, shape: AttentionShape, rotary: Rotary) -> DecoderBlock:
+        config = self.config
+        attention = SelfAttention(shape, rotary)
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size, activation=GATED[config.activation])
+        if config.conv is not None:
+            return ConvBlock(attention, mlp, config.eps, config.conv)
+        return DecoderBlock(attention, mlp, config.eps)
+
+    def remember(self, taps: Tensor, batch: Batch) -> None:
+        """The target's taps [T, n, H_t] of a batch become keys and values of every layer: no queries, no residual."""
+        context = self.hidden_norm(self.fc(taps.flatten(1)))
+        for block in self.layers:
+            assert isinstance(block, DecoderBlock)
+            write_context(block.attention, context, batch)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """A block's embeddings [B R, H] -> what the head reads."""
+        for block in self.layers:
+            x = block(x, batch)
+        return self.norm(x)
+
+
+def write_context(attention: SelfAttention, context: Tensor, batch: Batch) -> None:
+    """Keys and values of the context [T, H] go to the rows' own places; of the fused projection the queries' rows are
+    left out."""
+    shape, qkv = attention.shape, attention.qkv
+    assert attention.pages is not None, "the layer has no cache memory yet"
+    first = shape.num_heads * shape.head_dim
+    bias = qkv.bias[first:] if qkv.bias is not None else None
+    packed = qkv.packed
+    if packed is not None:
+        packed = Packed(packed.kind, packed.data[first:], packed.scales[first:] if packed.scales is not None else None)
+    rows = linear(context, qkv.weight[first:], bias, packed).view(len(context), -1, shape.head_dim)
+    k, v = rows.split(shape.num_kv_heads, dim=1)
+    if attention.k_norm is not None:
+        k = attention.k_norm(k)
+    rope_write(k, k, v, attention.rotary(batch), attention.pages, batch.write_locations)  # there are no queries
+
+
+@drafters.register("dflash", "dspark")
+class DFlash(Drafter):
+    num_carried = 0  # an entry depends on its own row alone
+    # Draft tokens whose estimated chance of being reached and accepted is smaller are not put to the test, where the
+    # checkpoint has a confidence head. 0: all are.
+    least_chance: float = 0.0
+
+    def __init__(self, config: DFlashConfig, target: Target, lookahead: int) -> None:
+        super().__init__()
+        self.config = config
+        self.lookahead = lookahead
+        self.taps = config.taps
+        self.network = DFlashNetwork(config)
+        self._target = (target,)  # in a tuple: shared, not owned
+
+    @classmethod
+    def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> DFlash:
+        if checkpoint is None:
+            raise ValueError('method dflash needs "model": the checkpoint of a drafter trained for this target')
+        config = resolve(checkpoint, target, settings.taps)
+        lookahead = settings.num_speculative_tokens
+        if lookahead > config.block_size:  # it drafts well in shorter blocks than it was trained with, not in longer
+            raise ValueError(
+                f"num_speculative_tokens is {lookahead}, but the drafter was trained with blocks of "
+                f"{config.block_size}: ask for at most {config.block_size}"
+            )
+        return cls(config, target, lookahead)
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> int:
+        names = [str(name).lower() for name in config.get("architectures") or []]
+        names += [str(config.get(key, "")).lower() for key in ("speculators_model_type", "model_type")]
+        marks = ("dflash", "dspark", "muse_glimmer_assistant")
+        if any(mark in name for name in names for mark in marks):
+            return 3
+        return 3 if "dflash_config" in config else 0
+
+    # drafting
+
+    def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
+        # Rows of rejected drafts are written as well, at the places of the newest token and after it: where the block
+        # reads there, it has written first, and the next pass overwrites both.
+        self.network.remember(hidden.taps, step.batch)
+        if not step.depth:
+            return no_draft(step, self.lookahead)
+        first = 0 if self.config.from_anchor else 1  # the first row that predicts a token
+        batch = block_rows(step, self._block_tokens(step, step.depth + first))
+        rows = self.network(self._embed(batch), batch).view(len(batch.slots), -1, self.config.hidden_size)[:, first:]
+        return self._limit(step, rows, self._choose(step, rows, self.logits(rows.flatten(0, 1))))
+
+    def _block_tokens(self, step: Step, num_rows: int) -> Tensor:
+        """The newest token of every request, then masks, [B, num_rows]."""
+        newest = self._newest(step)
+        masks = newest[:, None].new_full((len(newest), num_rows - 1), self._mask_token())
+        return torch.cat([newest[:, None], masks], dim=1)
+
+    def _newest(self, step: Step) -> Tensor:
+        slots = step.batch.slots
+        return step.state.tokens[slots, step.state.lengths[slots] - 1]
+
+    def _mask_token(self) -> int:
+        return 0 if self.config.own_mask else self.config.mask_token
+
+    def _embed(self, batch: Batch) -> Tensor:
+        x = embed_rows(self.embed, batch)
+        if self.network.mask is None:
+            return x
+        is_mask = torch.arange(len(x), device=x.device) % batch.max_rows > 0
+        return torch.where(is_mask[:, None], self.network.mask, x)
+
+    def _choose(self, step: Step, rows: Tensor, logits: Tensor) -> Draft:
+        """rows [B, depth, H] and their logits [B depth, V] -> tokens with the target's noise."""
+        correct = self._correction()
+        if correct is not None:
+            by_place = logits.view(*rows.shape[:2], -1)
+
+            def advance(before: Tensor, number: int) -> Tensor:
+                return correct(by_place[:, number], rows[:, number], before)
+
+            return draft_chain(step, self.lookahead, advance(self._newest(step), 0), advance, self.target_ids())
+        slots, depth = step.batch.slots, step.depth
+        request = torch.arange(len(slots), device=slots.device)
+        places = step.state.lengths[slots][:, None] + torch.arange(depth, device=slots.device)
+        each = request.repeat_interleave(depth, output_size=len(slots) * depth)
+        tokens = torch.zeros(len(slots), self.lookahead, dtype=torch.long, device=slots.device)
+        chosen = choose(logits, step.sampling, each, places.flatten(), self.target_ids())
+        tokens[:, :depth] = chosen.view(len(slots), depth)
+        return Draft(tokens, torch.where(step.emits, depth, 0))
+
+    def _correction(self) -> Correction | None:
+        """What makes a draft token depend on the one before it, if anything does."""
+        markov, selector = self.network.markov, self.network.selector
+        if markov is None or selector is None:
+            return markov if markov is not None else selector
+        return lambda logits, hidden, before: selector(markov(logits, hidden, before), hidden, before)
+
+    def _limit(self, step: Step, rows: Tensor, draft: Draft) -> Draft:
+        """Leaves out what is not worth a test."""
+        confidence, markov = self.network.confidence, self.network.markov
+        if confidence is None or not self.least_chance:
+            return draft
+        before = torch.cat([self._newest(step)[:, None], draft.tokens[:, : step.depth - 1]], dim=1)
+        latent = markov.embed(before.flatten()) if markov is not None else None
+        chance = confidence(rows.flatten(0, 1), latent).view(before.shape).cumprod(dim=1)
+        return Draft(draft.tokens, torch.minimum(draft.count, (chance >= self.least_chance).sum(dim=1)))
+
+    @property
+    def embed(self) -> Embedding:
+        return self.network.embed if self.network.embed is not None else self._target[0].embed
+
+    def logits(self, rows: Tensor) -> Tensor:
+        head = self.network.head if self.network.head is not None else self._target[0].head
+        scale = self.config.output_multiplier
+        return head(rows * scale if scale != 1.0 else rows)  # before the head's softcap
+
+    def target_ids(self) -> Tensor | None:
+        """The target's id of every draft id, or None where they are the same."""
+        d2t = self.network.d2t
+        return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
+
+    def readings(self) -> list[Reading]:
+        config, readings = self.config, []
+        for shift in (1, -1):
+            taps = tuple(tap + shift for tap in config.taps)
+            if taps[0] >= 0 and taps[-1] <= self._target[0].num_layers:
+                advice = f'set "taps" to {list(taps)} in speculative_config'
+                readings.append(_reading(f"taps {shift:+d}", advice, taps=taps))
+        flag = f"sample_from_anchor {str(not config.from_anchor).lower()}"
+        readings.append(_reading(flag, f"set {flag} in the drafter's config.json", from_anchor=not config.from_anchor))
+        return readings
+
+    # loading
+
+    def check(self) -> None:
+        ids = self.target_ids()
+        wrong = 0 if ids is None else int(((ids < 0) | (ids >= self.config.vocab_size)).sum())
+        if wrong:
+            raise ValueError(
+                f"d2t sends {wrong} draft ids outside the target's vocabulary of {self.config.vocab_size}: it must "
+                "hold offsets (target id - draft id), not the target's ids themselves"
+            )
+
+    def provenance(self) -> dict[str, Resolved]:
+        return self.config.provenance
+
+    def canonical(self, name: str) -> str:
+        return canonical_name(name)
+
+    def ignores(self, name: str) -> bool:
+        return name == "t2d" or name.endswith("rotary_emb.inv_freq")
+
+    def weights(self) -> dict[str, Weight]:
+        network = self.network
+        weights = {name: Weight((name,)) for name in ("fc.weight", "hidden_norm.weight", "norm.weight")}
+        for number, block in enumerate(network.layers):
+            assert isinstance(block, DecoderBlock)
+            found = block_weights(block, f"layers.{number}.") | self._attention_weights(block, f"layers.{number}.")
+            if isinstance(block, ConvBlock):
+                found |= block.conv_weights(f"layers.{number}.")
+            weights |= {f"layers.{number}.{name}": weight for name, weight in found.items()}
+        parts = {"markov": network.markov, "confidence": network.confidence, "selector": network.selector}
+        for name, part in parts.items():
+            if part is not None:
+                weights |= {f"{name}.{parameter}": weight for parameter, weight in part.weights().items()}
+        single = {
+            "embed.weight": (network.embed, "embed_tokens.weight"),
+            "head.weight": (network.head, "lm_head.weight"),
+            "mask": (network.mask, "mask_embedding"),
+            "d2t": (network.d2t, "d2t"),
+        }
+        weights |= {name: Weight((source,)) for name, (part, source) in single.items() if part is not None}
+        return {f"network.{name}": weight for name, weight in weights.items()}
+
+    def _attention_weights(self, block: DecoderBlock, source: str) -> dict[str, Weight]:
+        """Where the checkpoint's projections are one tensor, or its rotary pairs are neighbours."""
+        config, attention = self.config, block.attention
+        names = ("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")
+        combine = None if config.half_split else _half_split(attention)
+        parts = ["weight"] if attention.qkv.bias is None else ["weight", "bias"]
+        weights = {
+            f"attention.qkv.{part}": Weight(tuple(f"{source}self_attn.{name}.{part}" for name in names), combine)
+            for part in parts
+        }
+        if attention.q_norm is not None:
+            weights |= {
+                f"attention.{norm}.weight": Weight((f"{source}self_attn.{norm}.weight",), combine)
+                for norm in ("q_norm", "k_norm")
+            }
+        return weights
+
+
+def _reading(name: str, advice: str, **changes: Any) -> Reading:
+    def apply(drafter: Drafter) -> Drafter:
+        other = twin(drafter)
+        assert isinstance(other, DFlash)
+        other.config = replace(other.config, **changes)
+        other.taps = other.config.taps
+        return other
+
+    return Reading(name, advice, apply)
+
+
+def _half_split(attention: SelfAttention) -> Callable[[list[Tensor]], Tensor]:
+    """Moves the rows of queries and keys so that rotary pairs of neighbours (2 j, 2 j + 1) become (j, j + half)."""
+    shape, num_rotary = attention.shape, 2 * len(attention.rotary.inv_freq)
+    order = torch.arange(shape.head_dim)
+    order[:num_rotary] = torch.cat([torch.arange(0, num_rotary, 2), torch.arange(1, num_rotary, 2)])
+    turned = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+
+    def combine(tensors: list[Tensor]) -> Tensor:
+        rows = torch.cat(tensors)
+        heads = rows[:turned].unflatten(0, (-1, shape.head_dim))[:, order.to(rows.device)]
+        return torch.cat([heads.flatten(0, 1), rows[turned:]])
+
+    return combine

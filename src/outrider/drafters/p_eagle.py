@@ -1,0 +1,106 @@
+"""P-EAGLE: the network of EAGLE-3 drafts all tokens in one pass, reading a learnt state where the target has none yet.
+It feeds nothing back: masked rows hold the mask token's embedding and the state `mask_hidden`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.config import SpeculativeConfig
+from outrider.drafters.base import Reading, drafters, extend, no_draft, shifted
+from outrider.drafters.eagle3 import FIRST_KEY, Eagle3
+from outrider.drafters.eagle3_config import Eagle3Config, resolve
+from outrider.drafters.head import actual_names
+from outrider.drafters.parallel import draft_at_once, draft_rows, mask_rows, num_masked, resolve_mask_token
+from outrider.models.base import Target
+from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
+
+
+@drafters.register("p_eagle")
+class PEagle(Eagle3):
+    drafts_in_parallel = True
+
+    def __init__(self, config: Eagle3Config, target: Target, lookahead: int, mask_token: Resolved) -> None:
+        super().__init__(config, target, lookahead)
+        self.mask_token = mask_token
+        # what the projection of the taps (or the first layer, where there are none) reads in a masked row
+        self.mask_hidden = nn.Parameter(torch.empty(len(config.taps) * config.target_hidden_size))
+
+    @classmethod
+    def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> PEagle:
+        if checkpoint is None:
+            raise ValueError('method p_eagle needs "model": the checkpoint of a head trained for this target')
+        config = resolve(checkpoint, target, settings.taps)
+        if "mask_hidden" not in config.names.values():
+            raise ValueError(
+                f"{checkpoint.path} lacks tensor mask_hidden, so the head was not trained to draft in parallel: use "
+                '"method": "eagle3" without parallel_drafting, or complete the checkpoint'
+            )
+        vocab_size = config.vocab_size if config.own_embedding else target.embed.vocab_size
+        mask_token = resolve_mask_token(checkpoint.config, vocab_size)
+        return cls(_with_own_default(config), target, settings.num_speculative_tokens, mask_token)
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> int:
+        if _is_named(config):
+            return 4
+        keys = ("ptd_token_id", "pard_token", "mask_token_id")  # of EAGLE-3's dialects with one network for both
+        others = ("speculators_model_type", "dflash_config")
+        sureness = super().recognises(config)
+        if any(key in config for key in others) or not any(config.get(key) is not None for key in keys):
+            return 0
+        return sureness + 1 if sureness else 0
+
+    @classmethod
+    def stands_for(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:
+        return method == "eagle3" and (settings.parallel_drafting or _is_named(config))
+
+    def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
+        extension = extend(step, FIRST_KEY, lag=1, extra=num_masked(step))
+        batch, masked = mask_rows(extension, step, self.mask_token.value)
+        normed, _ = self._run(batch, self._states(shifted(hidden, extension, step), masked))
+        if not step.depth:
+            return no_draft(step, self.lookahead)
+        logits = self.logits(normed[draft_rows(extension, step)])
+        return draft_at_once(step, self.lookahead, logits, self.target_ids())
+
+    def _states(self, taps: Tensor, masked: Tensor) -> Tensor:
+        """taps [T, n, H_t], masked [T] -> [T, H_d]; `mask_hidden` goes the way of the taps, through norms and fc."""
+        mask = self.mask_hidden.view(taps.shape[1:])
+        if self.config.use_taps:
+            return self._features(torch.where(masked[:, None, None], mask, taps))
+        return torch.where(masked[:, None], mask[0], self._features(taps))  # the target's norm is not for it
+
+    def weights(self) -> dict[str, Weight]:
+        mask = actual_names({"mask_hidden": Weight(("mask_hidden",), _flat)}, self.config.names)
+        return {**super().weights(), **mask}
+
+    def ignores(self, name: str) -> bool:
+        return self.config.names.get(name) is None
+
+    def readings(self) -> list[Reading]:
+        return [reading for reading in super().readings() if "norm_output" not in reading.name]  # nothing is fed back
+
+    def provenance(self) -> dict[str, Resolved]:
+        return {**super().provenance(), "mask_token": self.mask_token}
+
+
+def _is_named(config: Mapping[str, Any]) -> bool:
+    names = [str(name).lower() for name in config.get("architectures") or []]
+    return config.get("speculators_model_type") == "peagle" or any("peagle" in name for name in names)
+
+
+def _with_own_default(config: Eagle3Config) -> Eagle3Config:
+    """Checkpoints that do not speak of norm_before_residual were trained without it, unlike EAGLE-3's."""
+    if not config.provenance["norm_before_residual"].source.startswith("default"):
+        return config
+    said = {**config.provenance, "norm_before_residual": Resolved(False, "default of P-EAGLE")}
+    return replace(config, norm_before_residual=False, provenance=said)
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].flatten()

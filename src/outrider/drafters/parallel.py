@@ -1,0 +1,81 @@
+"""Drafting in parallel: a mask token stands in the places after the newest token, and one pass guesses them all.
+What P-EAGLE and PARD share: which token is the mask, which rows are masked, and the choice of all tokens at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import Extension
+from outrider.kernels.sampling import choose
+from outrider.types import Batch, Draft, Resolved, Step
+
+# every name that the mask token's id goes by in a config.json
+MASK_TOKEN_KEYS = (
+    "dflash_config.mask_token_id",
+    "mask_token_id",
+    "dspark_noise_token_id",
+    "pard_token",
+    "ptd_token_id",
+)
+
+
+def resolve_mask_token(config: Mapping[str, Any], vocab_size: int) -> Resolved:
+    """The mask token's id, which must be one of the `vocab_size` that are embedded, and where it was read."""
+    keys = [*MASK_TOKEN_KEYS, *(f"text_config.{key}" for key in MASK_TOKEN_KEYS)]
+    found = {key: value for key in keys if (value := _look_up(config, key)) is not None}
+    if not found:
+        raise ValueError(
+            "config.json does not say which token stands for the ones to be drafted in parallel: set one of "
+            f"{', '.join(MASK_TOKEN_KEYS)}; or, if the checkpoint was not trained for it, remove parallel_drafting"
+        )
+    token = next(iter(found.values()))
+    said = ", ".join(f"{key} = {value!r}" for key, value in found.items())
+    if any(value != token for value in found.values()):
+        raise ValueError(f"config.json names different mask tokens ({said}): remove the wrong one")
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+        raise ValueError(f"config.json: {said} is no token id that is embedded: ids are 0..{vocab_size - 1}")
+    return Resolved(token, " and ".join(found))
+
+
+def _look_up(config: Mapping[str, Any], path: str) -> Any:
+    *outer, key = path.split(".")
+    for name in outer:
+        inner = config.get(name)
+        config = inner if isinstance(inner, Mapping) else {}
+    return config.get(key)
+
+
+def num_masked(step: Step) -> int:
+    """How many rows are masked: the newest token's own row already gives the first draft token."""
+    return max(step.depth - 1, 0)
+
+
+def mask_rows(extension: Extension, step: Step, token: int) -> tuple[Batch, Tensor]:
+    """The extension's rows with the mask token in those that follow each request's last, and which they are [T]."""
+    batch = extension.batch
+    row = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+    ahead = row - extension.last[batch.request]
+    masked = (ahead > 0) & (ahead <= num_masked(step))
+    return replace(batch, input_ids=torch.where(masked, token, batch.input_ids)), masked
+
+
+def draft_rows(extension: Extension, step: Step) -> Tensor:
+    """The rows that say a draft token, [B * depth]: each request's last, and the masked ones after it."""
+    ahead = torch.arange(step.depth, device=extension.last.device)
+    return (extension.last[:, None] + ahead).flatten()
+
+
+def draft_at_once(step: Step, lookahead: int, logits: Tensor, ids: Tensor | None = None) -> Draft:
+    """All draft tokens from their logits [B * depth, V], with the target's own noise. `ids` as in draft_chain()."""
+    slots, depth = step.batch.slots, step.depth
+    request = torch.arange(len(slots), device=slots.device).repeat_interleave(depth)
+    ahead = torch.arange(depth, device=slots.device).repeat(len(slots))
+    chosen = choose(logits, step.sampling, request, step.state.lengths[slots][request] + ahead, ids)
+    tokens = torch.zeros(len(slots), lookahead, dtype=torch.long, device=slots.device)
+    tokens[:, :depth] = chosen.view(len(slots), depth)
+    return Draft(tokens, torch.where(step.emits, depth, 0))

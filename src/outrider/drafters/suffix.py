@@ -1,0 +1,65 @@
+"""Suffix drafting: what followed the last tokens in this text and in earlier requests' texts, judged by frequency.
+Good for agents, code edits and anything else that says again what was said before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.config import SpeculativeConfig
+from outrider.drafters.base import Drafter, drafters, no_draft
+from outrider.drafters.suffix_tree import Guess, Lengths, SuffixCache
+from outrider.models.base import Target
+from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict
+
+
+@drafters.register("suffix")
+class Suffix(Drafter):
+    """A host structure, so `propose` copies the committed tokens to the host: the one place where a drafter waits for
+    the device. Texts enter it when their request has ended, however it ended; of running requests it keeps nothing, so
+    preemption and slots used again need no care."""
+
+    from_text = True
+
+    def __init__(self, settings: SpeculativeConfig) -> None:
+        super().__init__()
+        self.lookahead = settings.num_speculative_tokens
+        self.settings = settings
+        self.cache = SuffixCache(
+            settings.suffix_decoding_max_tree_depth,
+            settings.suffix_decoding_max_cached_requests,
+            settings.suffix_decoding_max_cached_tokens,
+        )
+
+    @classmethod
+    def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Suffix:
+        if settings.model is not None:
+            raise ValueError(f"suffix drafts from texts and takes no model, but got {settings.model!r}")
+        return cls(settings)
+
+    def provenance(self) -> dict[str, Resolved]:
+        names = ("max_tree_depth", "max_cached_requests", "max_cached_tokens", "max_spec_factor", "min_token_prob")
+        values = vars(self.settings)
+        return {name: Resolved(values[f"suffix_decoding_{name}"], "speculative_config") for name in names}
+
+    def learn(self, tokens: Sequence[int], tenant: str | None) -> None:
+        self.cache.add(tokens, tenant)
+
+    def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
+        if not step.depth:
+            return no_draft(step, self.lookahead)
+        slots, device = step.batch.slots, step.batch.slots.device
+        lengths = step.state.lengths[slots].tolist()
+        emits = step.emits.tolist()
+        table = step.state.tokens[slots, : max(lengths)].cpu().numpy()  # [B, L]
+        tokens = torch.zeros(len(slots), self.lookahead, dtype=torch.long)
+        count = torch.zeros(len(slots), dtype=torch.long)
+        limits = Lengths(
+            step.depth, self.settings.suffix_decoding_max_spec_factor, self.settings.suffix_decoding_min_token_prob
+        )
+        for number, (length, tenant) in enumerate(zip(lengths, step.tenants, strict=True)):
+            guess = self.cache.guess(table[number, :length], tenant, limits) if emits[number] else Guess()
+            count[number] = len(guess.tokens)
+            tokens[number, : len(guess.tokens)] = torch.tensor(guess.tokens, dtype=torch.long)
+        return Draft(tokens.to(device), count.to(device))
