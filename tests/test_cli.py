@@ -57,7 +57,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.save_eagle3(tmp_path_factory.mktemp("head")))
+    """A random head, as --speculative-config: it agrees with nothing, so it must be forced."""
+    return json.dumps({"model": str(tiny.save_eagle3(tmp_path_factory.mktemp("head"))), "force": True})
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +92,9 @@ def test_json_without_a_drafter(target: str) -> None:
 
 
 def test_compare_with_an_eagle3_head(target: str, head: str) -> None:
-    report = generate_json("--model", target, "--draft", head, "-k", "3", "--compare", "--temperature", "0.8")
+    report = generate_json(
+        "--model", target, "--speculative-config", head, "-k", "3", "--compare", "--temperature", "0.8"
+    )
     assert report.keys() == KEYS | {"plain", "identical", "speedup"}
     assert report["plain"].keys() == TIMING_KEYS
     assert report["identical"] is True
@@ -126,7 +129,7 @@ def test_the_same_seed_gives_the_same_tokens(target: str) -> None:
 
 def test_text_goes_to_stdout_and_the_card_to_stderr(target: str, head: str) -> None:
     expected = generate_json("--model", target)["text"]
-    result = invoke("generate", PROMPT, "--model", target, "--draft", head, "-n", "12", "--compare")
+    result = invoke("generate", PROMPT, "--model", target, "--speculative-config", head, "-n", "12", "--compare")
     assert result.exit_code == 0
     assert result.stdout == expected + "\n"
     for word in ("tokens/s", "rounds", "accept length", "acceptance", "speed-up", "identical   yes"):
@@ -249,7 +252,7 @@ def test_piped_messages_make_a_conversation(target: str) -> None:
 
 def test_commands_of_a_conversation(target: str, head: str) -> None:
     lines = ["/stats", "the fox", "/plain", "the fox", "/stats", "/reset", "/plain", "the fox", "/nonsense", "/help"]
-    arguments = ("--model", target, "--draft", head, "-n", "8", "--system", "be brief")
+    arguments = ("--model", target, "--speculative-config", head, "-n", "8", "--system", "be brief")
     result = invoke("chat", *arguments, text="\n".join(lines))
     assert result.exit_code == 0
     for words in (

@@ -14,10 +14,10 @@ LAYERS = [
     {"models"},
     {"drafters"},
     {"engine"},
-    {"outputs", "vision"},
+    {"outputs", "vision", "agreement"},
     {"llm", "matrix"},
     {"console", "conversation", "measure"},
-    {"certify", "bench"},
+    {"certify", "bench", "doctor"},
     {"cli"},
     {"__main__", "__init__"},
 ]

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from outrider.agreement import Checkup, check_up
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import Drafter
 from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
 from outrider.engine.engine import Engine
-from outrider.engine.loader import Progress, build_drafter, build_target, building, load_weights
+from outrider.engine.loader import Progress, build_drafter, build_target, building, lives_in_target, load_weights
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
 from outrider.engine.request import Request, TextStream
 from outrider.layers.packing import pack_weights
@@ -66,6 +67,25 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
         self._tower: VisionTower | None = None  # loaded with the first image
+        self.checkup = self._check_up()
+
+    # the drafter
+
+    def _check_up(self) -> Checkup | None:
+        """Refuses a drafter that agrees with nothing the target says: it would only take time."""
+        settings = self.config.speculative
+        if settings is None or settings.force:
+            return None
+        checkup = check_up(self.engine)
+        if checkup.is_dead:
+            self.close()
+            drafter = settings.model or settings.method
+            raise ValueError(
+                f"the drafter {drafter} does not agree with the target {self.config.model} ({checkup.note}), so it "
+                f'would only take time: "outrider doctor {self.config.model} {drafter}" says why; "force": true in '
+                "speculative_config uses it all the same"
+            )
+        return checkup
 
     # life
 
@@ -308,6 +328,8 @@ def _load(config: EngineConfig, progress: Progress | None) -> tuple[Engine, Budg
             if config.speculative is not None:
                 if config.speculative.model is not None:
                     drafter_checkpoint = open_checkpoint(config.speculative.model)
+                elif lives_in_target(config.speculative):
+                    drafter_checkpoint = checkpoint
                 drafter = build_drafter(config.speculative, target, drafter_checkpoint)
         tokenizer = load_tokenizer(checkpoint)
         if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class Subject:
 
     def open(self, *, plain: bool = False, **settings: Any) -> LLM:
         usual = {"max_model_len": self.max_model_len, "page_size": PAGE_SIZE, "enable_prefix_caching": False}
-        speculative = None if plain else self.speculative
+        speculative = None if plain else replace(self.speculative, force=True)  # how good it is, is not the question
         return LLM(self.model, speculative, dtype=self.dtype, device=self.device, **{**usual, **settings})
 
 
