@@ -20,7 +20,8 @@ from outrider.cli import app
 from outrider.doctor import Diagnosis, Effort, examine
 from outrider.doctor.diagnosis import FAULT, GOOD, Finding
 from outrider.doctor.readings import compare, differing_rotaries, rope_settings, trials
-from outrider.llm import DEFAULT_DIRECTORY, LLM, total_speculation
+from outrider.llm import LLM, total_speculation
+from outrider.pair import DEFAULT_DIRECTORY
 from outrider.sampling_params import SamplingParams
 
 Tensors = dict[str, torch.Tensor]

@@ -15,6 +15,7 @@ LAYERS = [
     {"drafters"},
     {"engine"},
     {"outputs", "vision", "agreement"},
+    {"pair"},
     {"llm", "matrix"},
     {"console", "conversation", "measure"},
     {"certify", "bench", "doctor"},

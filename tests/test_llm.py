@@ -1,6 +1,7 @@
 """The public interface: prompts of every kind, text, stops, streaming, aborting, and bad input."""
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -327,3 +328,34 @@ def test_tenants_do_not_share_pages(target_path: Callable[..., Path]) -> None:
             for tenant in ("a", "b", "a", None, None)
         ]
     assert cached == [0, 0, 28, 0, 28]
+
+
+def test_a_drafter_may_name_its_target(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """A drafter in speculators' format, given as the model: the target and the number of tokens are in its config."""
+    target = target_path("llama")
+    path = tiny.save_eagle3(tmp_path / "head")
+    config = json.loads((path / "config.json").read_text())
+    layer = {**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    named = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer,
+        "draft_vocab_size": tiny.VOCAB,
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": str(target), "architectures": ["LlamaForCausalLM"]},
+        },
+    }
+    (path / "config.json").write_text(json.dumps(named))
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    with LLM(path, max_model_len=64) as llm, LLM(target, None, max_model_len=64) as plain:
+        assert (str(llm.config.model), llm.engine.lookahead) == (str(target), 3)
+        assert llm.config.speculative == SpeculativeConfig(model=str(path), num_speculative_tokens=3)
+        tokens = [each.generate([[5, 6, 7]], params)[0].outputs[0].token_ids for each in (llm, plain)]
+    assert tokens[0] == tokens[1]
+    del named["speculators_config"]["verifier"]
+    (path / "config.json").write_text(json.dumps(named))
+    with pytest.raises(ValueError, match=r"does not name its target \(verifier\.name_or_path\)"):
+        LLM(path)

@@ -8,29 +8,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outrider.agreement import Checkup, check_up
-from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.config import EngineConfig
 from outrider.drafters.base import Drafter
-from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
-from outrider.engine.engine import Engine
-from outrider.engine.loader import Progress, build_drafter, build_target, building, lives_in_target, load_weights
-from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
+from outrider.engine.checkpoint import open_checkpoint
+from outrider.engine.loader import Progress
 from outrider.engine.request import Request, TextStream
-from outrider.layers.packing import pack_weights
 from outrider.models.base import Target
 from outrider.outputs import RequestOutput
+from outrider.pair import AUTO, Speculative, named_pair, open_pair
 from outrider.sampling_params import SamplingParams, Speculation
 from outrider.tokenizer import Tokenizer
-from outrider.types import Checkpoint, Images
+from outrider.types import Images
 from outrider.vision import VisionTower, pictures_of, prompt_with_images, vision_of
 
-DEFAULT_DIRECTORY = Path(__file__).parent / "default"
-AUTO = "auto"  # speculative_config: the embedded drafter with the embedded target, no drafter with any other
-
 Prompt = str | Mapping[str, Any] | Sequence[int]
-Speculative = SpeculativeConfig | Mapping[str, Any] | str | None
 
 
 class LLM:
@@ -51,9 +43,10 @@ class LLM:
         enable_prefix_caching: bool = True,
         progress: Progress | None = None,
     ) -> None:
+        target, speculative = named_pair(model, speculative_config)
         self.config = EngineConfig(
-            model=model if model is not None else DEFAULT_DIRECTORY / "target",
-            speculative=_speculative(speculative_config, is_default=model is None),
+            model=target,
+            speculative=speculative,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
@@ -63,7 +56,7 @@ class LLM:
             kv_cache_memory=kv_cache_memory,
             enable_prefix_caching=enable_prefix_caching,
         )
-        self.engine, self.budget = _load(self.config, progress)
+        self.engine, self.budget = open_pair(self.config, progress)
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
         self._tower: VisionTower | None = None  # loaded with the first image
@@ -314,98 +307,6 @@ def total_speculation(outputs: Sequence[RequestOutput]) -> Speculation:
         for completion in output.outputs:
             total += completion.speculation
     return total
-
-
-def _load(config: EngineConfig, progress: Progress | None) -> tuple[Engine, Budget]:
-    """Builds both models, checks that everything fits, and only then reads weights and takes memory."""
-    checkpoint = open_checkpoint(config.model)
-    drafter_checkpoint: Checkpoint | None = None
-    try:
-        dtype = config.torch_dtype(_stored_dtype(checkpoint.config))
-        drafter: Drafter | None = None
-        with building(config.torch_device, dtype):
-            target = build_target(checkpoint)
-            if config.speculative is not None:
-                if config.speculative.model is not None:
-                    drafter_checkpoint = open_checkpoint(config.speculative.model)
-                elif lives_in_target(config.speculative):
-                    drafter_checkpoint = checkpoint
-                drafter = build_drafter(config.speculative, target, drafter_checkpoint)
-        tokenizer = load_tokenizer(checkpoint)
-        if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:
-            _check_tokenizers(tokenizer, load_tokenizer(drafter_checkpoint))
-        budget = plan_memory(_bounded(config, target), _demand(target, drafter), parameter_bytes(target, drafter))
-        load_weights(target, checkpoint, progress)
-        if drafter is not None and drafter_checkpoint is not None:
-            load_weights(drafter, drafter_checkpoint, progress)
-            drafter.check()
-        with torch.inference_mode():
-            for module in (target, drafter):
-                if module is not None:
-                    pack_weights(module)
-        engine = Engine(config, target, drafter, budget, tokenizer)
-        engine.end_ids = _end_ids(checkpoint, tokenizer)
-        return engine, budget
-    finally:
-        checkpoint.close()
-        if drafter_checkpoint is not None:
-            drafter_checkpoint.close()
-
-
-def _stored_dtype(config: Mapping[str, Any]) -> str | None:
-    for each in (config, config.get("text_config") or {}):
-        found = each.get("dtype") or each.get("torch_dtype")
-        if found:
-            return found
-    return None
-
-
-def _demand(target: Target, drafter: Drafter | None) -> Demand:
-    return Demand(
-        models=[target] if drafter is None else [target, drafter],
-        tap_width=len(drafter.taps) * drafter.num_carried * target.hidden_size if drafter is not None else 0,
-        itemsize=next(target.parameters()).element_size(),
-        lookahead=drafter.lookahead if drafter is not None else 0,
-        model_max_len=target.max_len,
-    )
-
-
-def _bounded(config: EngineConfig, target: Target) -> EngineConfig:
-    if config.max_model_len is not None and config.max_model_len > target.max_len:
-        raise ValueError(
-            f"max_model_len {config.max_model_len} is beyond the {target.max_len} positions that {config.model} was "
-            "made for: lower it"
-        )
-    return config
-
-
-def _check_tokenizers(target: Tokenizer | None, drafter: Tokenizer | None) -> None:
-    if target is not None and drafter is not None and target.fingerprint() != drafter.fingerprint():
-        raise ValueError(
-            "the draft model's tokenizer is not the target's: their token ids mean different text; choose a draft "
-            "model of the same family"
-        )
-
-
-def _end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """generation_config.json knows best which tokens end a text, then config.json, then the tokenizer."""
-    for config in (checkpoint.generation_config, checkpoint.config, checkpoint.config.get("text_config") or {}):
-        found = config.get("eos_token_id")
-        if found is not None:
-            return frozenset(found if isinstance(found, list) else [found])
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        return frozenset([tokenizer.eos_token_id])
-    return frozenset()
-
-
-def _speculative(given: Speculative, *, is_default: bool) -> SpeculativeConfig | None:
-    if given is None or isinstance(given, SpeculativeConfig):
-        return given
-    if isinstance(given, str):
-        if given != AUTO:
-            raise ValueError(f'speculative_config must be a mapping, None or "auto", not {given!r}')
-        return SpeculativeConfig(model=str(DEFAULT_DIRECTORY / "drafter")) if is_default else None
-    return SpeculativeConfig.from_dict(dict(given))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

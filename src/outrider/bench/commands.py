@@ -33,8 +33,9 @@ from outrider.bench.report import PLAIN, SPECULATIVE, Setting, show_card, to_dic
 from outrider.bench.sides import OutriderSide, Prompts, Side
 from outrider.config import SpeculativeConfig
 from outrider.console import checkpoint_name, open_consoles
-from outrider.llm import DEFAULT_DIRECTORY, LLM
+from outrider.llm import LLM
 from outrider.measure import method_of
+from outrider.pair import DEFAULT_DIRECTORY
 
 bench_app = typer.Typer(help="Measure speed: plain, speculative and other engines, side by side.", no_args_is_help=True)
 

@@ -10,7 +10,7 @@ import typer
 
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import drafters
-from outrider.llm import DEFAULT_DIRECTORY
+from outrider.pair import DEFAULT_DIRECTORY
 
 Model = Annotated[
     str | None,

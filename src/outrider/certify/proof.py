@@ -26,9 +26,10 @@ from outrider.certify.comparison import (
 from outrider.certify.distribution import DrawPlan, draw, evaluate_draws, plan_draws, second_token_drafts
 from outrider.certify.questions import FULL, OPTIONS, Effort, Question, ask, built_in_prompts
 from outrider.config import SpeculativeConfig
-from outrider.llm import AUTO, DEFAULT_DIRECTORY, LLM, Speculative
+from outrider.llm import LLM
 from outrider.measure import method_of
 from outrider.outputs import RequestOutput
+from outrider.pair import AUTO, DEFAULT_DIRECTORY, Speculative
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 OnStep = Callable[[int, int], None]

@@ -14,8 +14,9 @@ from outrider.doctor.checks import Papers, static_findings, text_findings
 from outrider.doctor.diagnosis import Diagnosis, Identity
 from outrider.doctor.readings import Search, trials
 from outrider.drafters.base import Drafter
-from outrider.llm import AUTO, DEFAULT_DIRECTORY, LLM, Speculative
+from outrider.llm import LLM
 from outrider.measure import method_of
+from outrider.pair import AUTO, DEFAULT_DIRECTORY, Speculative
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 MAX_NUM_SEQS = 32

@@ -1,0 +1,153 @@
+"""From names to a running engine: which target, which drafter, whether both fit, then weights and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.drafters.base import Drafter
+from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
+from outrider.engine.engine import Engine
+from outrider.engine.loader import Progress, build_drafter, build_target, building, lives_in_target, load_weights
+from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
+from outrider.layers.packing import pack_weights
+from outrider.models.base import Target
+from outrider.tokenizer import Tokenizer
+from outrider.types import Checkpoint
+
+DEFAULT_DIRECTORY = Path(__file__).parent / "default"
+AUTO = "auto"  # speculative_config: the drafter that comes with the model, if one does
+
+Speculative = SpeculativeConfig | Mapping[str, Any] | str | None
+
+
+def named_pair(model: str | Path | None, given: Speculative) -> tuple[str | Path, SpeculativeConfig | None]:
+    """The target and the drafter that are meant. Without a model, the embedded ones; a drafter in speculators' format
+    may be named as the model: it says itself which target it was trained for."""
+    if model is None:
+        return DEFAULT_DIRECTORY / "target", _speculative(given, str(DEFAULT_DIRECTORY / "drafter"))
+    if not Path(model).expanduser().is_file():  # a GGUF is a target
+        checkpoint = open_checkpoint(model)
+        checkpoint.close()
+        speculators = checkpoint.config.get("speculators_config")
+        if speculators is not None:
+            return _named_by_drafter(model, speculators, given)
+    return model, _speculative(given, None)
+
+
+def _named_by_drafter(
+    drafter: str | Path, speculators: Any, given: Speculative
+) -> tuple[str | Path, SpeculativeConfig | None]:
+    try:
+        target = speculators["verifier"]["name_or_path"]
+        proposals = speculators.get("proposal_methods") or [{}]
+        count = proposals[0].get("speculative_tokens")
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{drafter} is a drafter whose speculators_config does not name its target (verifier.name_or_path): give "
+            'the target as the model, and the drafter as "model" in speculative_config'
+        ) from error
+    if not target:
+        raise ValueError(f"{drafter} is a drafter, and names no target: give the target as the model")
+    settings = _speculative(given, str(drafter))
+    if given == AUTO and settings is not None and count:
+        settings = replace(settings, num_speculative_tokens=count)
+    return target, settings
+
+
+def _speculative(given: Speculative, own: str | None) -> SpeculativeConfig | None:
+    """`own` is the drafter that comes with the model."""
+    if given is None or isinstance(given, SpeculativeConfig):
+        return given
+    if isinstance(given, str):
+        if given != AUTO:
+            raise ValueError(f'speculative_config must be a mapping, None or "auto", not {given!r}')
+        return SpeculativeConfig(model=own) if own is not None else None
+    return SpeculativeConfig.from_dict(dict(given))
+
+
+def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, Budget]:
+    """Builds both models, checks that everything fits, and only then reads weights and takes memory."""
+    checkpoint = open_checkpoint(config.model)
+    drafter_checkpoint: Checkpoint | None = None
+    try:
+        dtype = config.torch_dtype(_stored_dtype(checkpoint.config))
+        drafter: Drafter | None = None
+        with building(config.torch_device, dtype):
+            target = build_target(checkpoint)
+            if config.speculative is not None:
+                if config.speculative.model is not None:
+                    drafter_checkpoint = open_checkpoint(config.speculative.model)
+                elif lives_in_target(config.speculative):
+                    drafter_checkpoint = checkpoint
+                drafter = build_drafter(config.speculative, target, drafter_checkpoint)
+        tokenizer = load_tokenizer(checkpoint)
+        if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:
+            _check_tokenizers(tokenizer, load_tokenizer(drafter_checkpoint))
+        budget = plan_memory(_bounded(config, target), _demand(target, drafter), parameter_bytes(target, drafter))
+        load_weights(target, checkpoint, progress)
+        if drafter is not None and drafter_checkpoint is not None:
+            load_weights(drafter, drafter_checkpoint, progress)
+            drafter.check()
+        with torch.inference_mode():
+            for module in (target, drafter):
+                if module is not None:
+                    pack_weights(module)
+        engine = Engine(config, target, drafter, budget, tokenizer)
+        engine.end_ids = _end_ids(checkpoint, tokenizer)
+        return engine, budget
+    finally:
+        checkpoint.close()
+        if drafter_checkpoint is not None:
+            drafter_checkpoint.close()
+
+
+def _stored_dtype(config: Mapping[str, Any]) -> str | None:
+    for each in (config, config.get("text_config") or {}):
+        found = each.get("dtype") or each.get("torch_dtype")
+        if found:
+            return found
+    return None
+
+
+def _demand(target: Target, drafter: Drafter | None) -> Demand:
+    return Demand(
+        models=[target] if drafter is None else [target, drafter],
+        tap_width=len(drafter.taps) * drafter.num_carried * target.hidden_size if drafter is not None else 0,
+        itemsize=next(target.parameters()).element_size(),
+        lookahead=drafter.lookahead if drafter is not None else 0,
+        model_max_len=target.max_len,
+    )
+
+
+def _bounded(config: EngineConfig, target: Target) -> EngineConfig:
+    if config.max_model_len is not None and config.max_model_len > target.max_len:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} is beyond the {target.max_len} positions that {config.model} was "
+            "made for: lower it"
+        )
+    return config
+
+
+def _check_tokenizers(target: Tokenizer | None, drafter: Tokenizer | None) -> None:
+    if target is not None and drafter is not None and target.fingerprint() != drafter.fingerprint():
+        raise ValueError(
+            "the draft model's tokenizer is not the target's: their token ids mean different text; choose a draft "
+            "model of the same family"
+        )
+
+
+def _end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """generation_config.json knows best which tokens end a text, then config.json, then the tokenizer."""
+    for config in (checkpoint.generation_config, checkpoint.config, checkpoint.config.get("text_config") or {}):
+        found = config.get("eos_token_id")
+        if found is not None:
+            return frozenset(found if isinstance(found, list) else [found])
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        return frozenset([tokenizer.eos_token_id])
+    return frozenset()
