@@ -222,6 +222,7 @@ class LLM:
             end_ids=frozenset() if params.ignore_eos else self.end_ids,
             text=TextStream(tokenizer, ids, params) if tokenizer is not None else None,
             bad_words=self._bad_words(params),
+            guide=self.engine.guide(params.guided) if params.guided is not None else None,
         )
 
     @property

@@ -3,12 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_N = 256
+
+
+@dataclass(frozen=True)
+class Guided:
+    """What an answer must look like: exactly one of the first five. Needs the extra "serve"."""
+
+    json_schema: Mapping[str, Any] | str | None = None  # oneOf is taken as anyOf
+    json_object: bool = False  # any JSON object
+    regex: str | None = None  # the whole answer matches
+    choice: Sequence[str] | None = None  # the answer is one of these
+    grammar: str | None = None  # EBNF; its first rule is called root
+    after: str | None = None  # text such as "</think>" before which the answer is free; None: bound from the start
+
+    def __post_init__(self) -> None:
+        if self.kind == "" or len(self._given) > 1:
+            known = "json_schema, json_object, regex, choice or grammar"
+            raise ValueError(f"guided needs exactly one of {known}, not {', '.join(self._given) or 'none'}")
+        if not isinstance(self.json_object, bool):
+            raise ValueError(f"guided: json_object must be true or false, not {self.json_object!r}")
+        if not isinstance(self.json_schema, Mapping | str | None):
+            raise ValueError(f"guided: json_schema must be a JSON object or its text, not {self.json_schema!r}")
+        for name, text in (("regex", self.regex), ("grammar", self.grammar), ("after", self.after)):
+            if text is not None and not (isinstance(text, str) and text):
+                raise ValueError(f"guided: {name} must be text that is not empty, not {text!r}")
+        if self.choice is not None:
+            if isinstance(self.choice, str) or not all(isinstance(text, str) and text for text in self.choice):
+                raise ValueError("guided: choice must be a list of texts, none of them empty")
+            object.__setattr__(self, "choice", tuple(self.choice))
+
+    @property
+    def kind(self) -> str:
+        """Which of them is given."""
+        return next(iter(self._given), "")
+
+    @property
+    def _given(self) -> list[str]:
+        values = {"json_schema": self.json_schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        flags = ["json_object"] if self.json_object else []
+        return [name for name, value in values.items() if value is not None] + flags
 
 
 @dataclass(frozen=True)
@@ -32,6 +72,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    guided: Guided | None = None  # what the answer must look like; has the last word over the options above
     logprobs: int | None = None  # the target's own, before any option; 0: the chosen token's alone
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None  # at most the engine's; 0: no speculation for this request
@@ -48,6 +89,8 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): lower one of them"
             )
+        if not isinstance(self.guided, Guided | None):
+            raise ValueError(f"guided must be a Guided, not {self.guided!r}")
         if not isinstance(self.tenant, str | None):
             raise ValueError(f"tenant must be a name, not {self.tenant!r}")
         if not all(isinstance(text, str) and text for text in self.stop):

@@ -11,15 +11,17 @@ from torch import Tensor
 from outrider.config import EngineConfig
 from outrider.drafters.base import Drafter
 from outrider.engine.cache import Cache, CacheShape
+from outrider.engine.grammar import Grammars, Guide
 from outrider.engine.logprobs import logprob_table
 from outrider.engine.memory import Budget
 from outrider.engine.pages import PagePool
 from outrider.engine.request import Request
 from outrider.engine.runner import Runner
-from outrider.engine.sampler import sample
+from outrider.engine.sampler import Masks, sample
 from outrider.engine.scheduler import Limits, Scheduler, Work
 from outrider.engine.verify import verify
 from outrider.models.base import Target
+from outrider.sampling_params import Guided
 from outrider.tokenizer import Tokenizer
 from outrider.types import Draft, Hidden, Step, Verdict
 
@@ -38,6 +40,7 @@ class Engine:
         self.taps = drafter.taps if drafter is not None else ()
         self.max_model_len = budget.max_model_len
         self.end_ids: frozenset[int] = frozenset()
+        self._grammars: Grammars | None = None  # made with the first guided request
         dtype = next(target.parameters()).dtype
         shape = CacheShape(
             num_pages=budget.num_pages,
@@ -64,6 +67,12 @@ class Engine:
         )
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages))
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
+
+    def guide(self, guided: Guided) -> Guide:
+        """What a guided request needs; a ValueError where it asks for what cannot be had."""
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.end_ids)
+        return self._grammars.guide(guided)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -121,8 +130,21 @@ class Engine:
             return None, torch.zeros_like(step.logit_rows)
         rows = step.logit_rows.flatten()
         logits = self.target.logits(hidden.last[rows])
-        choice = sample(logits, step.sampling, step.batch, rows, step.state)
+        choice = sample(logits, step.sampling, step.batch, rows, step.state, self._masks(plan, step))
         return logits, choice.view_as(step.logit_rows)
+
+    def _masks(self, plan: Sequence[Work], step: Step) -> Masks | None:
+        """What grammars allow after each judged row; the target is still at work on the device meanwhile."""
+        device, num_judged = step.logit_rows.device, step.logit_rows.shape[1]
+        rows: list[int] = []
+        bits: list[Tensor] = []
+        for number, work in enumerate(plan):
+            if work.request.guide is None or not work.emits:
+                continue
+            for place, mask in work.request.guide.masks(work.request.draft[: work.num_drafts]):
+                rows.append(number * num_judged + place)
+                bits.append(mask)
+        return Masks(torch.tensor(rows, device=device), torch.stack(bits).to(device)) if rows else None
 
     def _draft(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft | None:
         if self.drafter is None:

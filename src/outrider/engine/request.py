@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from outrider.engine.grammar import Guide
 from outrider.sampling_params import SamplingParams, Speculation
 from outrider.tokenizer import Detokenizer, StopChecker, Tokenizer
 from outrider.types import Images
@@ -59,6 +60,7 @@ class Request:
     end_ids: frozenset[int] = frozenset()  # end-of-text tokens, empty under ignore_eos
     text: TextStream | None = None
     bad_words: list[list[int]] = field(default_factory=list)
+    guide: Guide | None = None  # where the answer stands in its grammar
     images: Images | None = None
     unsplit: tuple[tuple[int, int], ...] = ()  # parts of the prompt (begin, end) that must be run in one pass
     # where it stands
@@ -139,11 +141,15 @@ class Request:
 
     def append(self, token: int, max_model_len: int, draft_position: int = 0) -> None:
         """Commits one token and decides whether the request ends with it."""
+        fits = self.guide is None or self.guide.accept(token)
         self.tokens.append(token)
         self.draft_positions.append(draft_position)
         may_stop = self.num_outputs >= self.params.min_tokens
         stop = self.text.add(token, may_stop=may_stop and token not in self.end_ids) if self.text else None
-        if may_stop and token in self.end_ids:
+        if not fits:  # no mask allows it: the target's logits were no numbers
+            self.error = f"token {token} is against the grammar"
+            self.finish("error")
+        elif may_stop and token in self.end_ids:
             self.finish("stop")
         elif may_stop and token in self.params.stop_token_ids:
             self.finish("stop", token)

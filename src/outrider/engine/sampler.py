@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,14 @@ from torch import Tensor
 from outrider.engine.request import Request
 from outrider.kernels.sampling import GREEDY_TEMPERATURE, choose
 from outrider.types import Batch, Sampling, SlotState
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Which tokens a grammar allows, for those rows of the logits that a grammar has a say in."""
+
+    rows: Tensor  # [G]
+    bits: Tensor  # [G, ceil(V / 32)] int32, lowest bit first
 
 
 def sampling_of(requests: Sequence[Request], vocab_size: int, device: torch.device) -> Sampling:
@@ -62,10 +71,25 @@ def adjust(logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state
     return logits
 
 
-def sample(logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState) -> Tensor:
+def sample(
+    logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState, masks: Masks | None = None
+) -> Tensor:
     """The target's own token after each of `rows` [R]; logits [R, V] -> [R]."""
     adjusted = adjust(logits, sampling, batch, rows, state)
+    if masks is not None:
+        adjusted = restrict(adjusted, logits, masks)
     return choose(adjusted, sampling, batch.request[rows], batch.indices[rows] + 1)
+
+
+def restrict(adjusted: Tensor, logits: Tensor, masks: Masks) -> Tensor:
+    """-inf where a grammar forbids. It has the last word: where the other options leave nothing of what it allows
+    (an end token under min_tokens, say), they yield, and the target's own logits [R, V] count."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    forbidden = (masks.bits[:, ids // 32] >> (ids % 32)) & 1 == 0  # [G, V]
+    kept = adjusted[masks.rows].masked_fill(forbidden, -torch.inf)
+    nothing = kept.amax(-1, keepdim=True) == -torch.inf
+    own = logits[masks.rows].float().masked_fill(forbidden, -torch.inf)
+    return adjusted.index_copy(0, masks.rows, torch.where(nothing, own, kept))
 
 
 def _bar(logits: Tensor, ids: Tensor, where: Tensor) -> Tensor:
