@@ -18,7 +18,7 @@ LAYERS = [
     {"pair"},
     {"llm", "matrix"},
     {"console", "conversation", "measure"},
-    {"certify", "bench", "doctor"},
+    {"certify", "bench", "doctor", "server"},
     {"cli"},
     {"__main__", "__init__"},
 ]

@@ -3,12 +3,13 @@
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput, RequestOutput
-from outrider.sampling_params import SamplingParams, Speculation
+from outrider.sampling_params import Guided, SamplingParams, Speculation
 
 __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineConfig",
+    "Guided",
     "RequestOutput",
     "SamplingParams",
     "Speculation",

@@ -1,4 +1,4 @@
-"""The outrider command: generate, chat, certify, doctor, bench, matrix, version.
+"""The outrider command: generate, chat, serve, certify, doctor, bench, matrix, version.
 A ValueError is the user's to mend and becomes one line on standard error with exit status 2; --debug shows it all."""
 
 from __future__ import annotations
@@ -399,7 +399,9 @@ def main() -> None:
 from outrider.bench.commands import bench_app  # noqa: E402  (these come after the app that they join)
 from outrider.certify import certify_command  # noqa: E402
 from outrider.doctor import doctor_command  # noqa: E402
+from outrider.server import serve_command  # noqa: E402
 
 app.command("certify")(certify_command)
 app.command("doctor")(doctor_command)
+app.command("serve")(serve_command)
 app.add_typer(bench_app, name="bench")

@@ -125,7 +125,7 @@ class LLM:
         listed = _as_list(prompts)
         params = _params_for(listed, sampling_params)
         pairs = enumerate(zip(listed, params, strict=True))
-        groups = [self._requests(prompt, each, number) for number, (prompt, each) in pairs]
+        groups = [self.requests_for(prompt, each, number) for number, (prompt, each) in pairs]
         try:
             for group in groups:
                 for request in group:
@@ -165,7 +165,7 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yields the growing output after every step. Leaving the loop early aborts the request."""
         params = sampling_params or SamplingParams()
-        requests = self._requests(prompt, params, 0)
+        requests = self.requests_for(prompt, params, 0)
         for request in requests:
             self.engine.add(request)
         try:
@@ -192,7 +192,7 @@ class LLM:
                 on_step(now, len(requests))
             num_finished = now
 
-    def _requests(self, prompt: Prompt, params: SamplingParams, number: int) -> list[Request]:
+    def requests_for(self, prompt: Prompt, params: SamplingParams, number: int) -> list[Request]:
         """The requests of one prompt (n of them), checked before anything runs."""
         name = f"prompt {number}"
         ids, images = self._take_in(prompt, name)

@@ -1,0 +1,184 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from outrider import __version__
+from outrider.llm import LLM
+from outrider.server import health
+from outrider.server.chat import chat_chunks, messages_of, start_chat, whole_chat
+from outrider.server.completions import completion_chunks, start_completion, whole_completion
+from outrider.server.engine_thread import EngineThread, Limits
+from outrider.server.errors import ApiError, bad_request, clean, internal_error
+from outrider.server.generation import Service
+from outrider.server.metrics import CONTENT_TYPE, Metrics
+from outrider.server.parsers import ParserNames
+from outrider.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from outrider.server.security import Access, Guard
+
+
+class Application:
+    """The service and the ASGI app in front of it."""
+
+    def __init__(
+        self, llm: LLM, model_name: str, limits: Limits, access: Access, parsers: ParserNames | None = None
+    ) -> None:
+        self.metrics = Metrics(model_name)
+        self.engine = EngineThread(llm, limits, self.metrics)
+        self.service = Service(llm, self.engine, model_name, int(time.time()), parsers or ParserNames())
+        app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None, lifespan=self._life)
+        _add_errors(app)
+        _add_generation(app, self.service)
+        _add_tokens(app, self.service)
+        _add_status(app, self.service, self.metrics)
+        guarded: ASGIApp = Guard(app, access)
+        if access.origins:  # outside of the guard: a preflight request carries no key
+            origins = sorted(access.origins)
+            guarded = CORSMiddleware(guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        self.asgi = guarded
+
+    @asynccontextmanager
+    async def _life(self, app: FastAPI) -> AsyncIterator[None]:
+        self.engine.start()
+        yield
+        self.engine.stop()
+
+
+def _tenant(http: HttpRequest, body: Generation) -> str | None:
+    """Whose pages and drafts may be shared: same key, same salt."""
+    parts = [part for part in (http.scope.get("tenant"), body.cache_salt) if part is not None]
+    return json.dumps(parts) if parts else None
+
+
+def _events(chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+    async def lines() -> AsyncIterator[str]:
+        try:
+            async for chunk in chunks:
+                yield _event(chunk)
+        except ApiError as error:  # the status line is gone: the error comes as an event
+            yield _event(error.body)
+        except Exception as error:
+            yield _event(internal_error(error).body)
+        yield "data: [DONE]\n\n"
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
+        job = await start_chat(service, body, _tenant(http, body))
+        if body.stream:
+            return _events(chat_chunks(http, service, body, job))
+        return JSONResponse(await whole_chat(http, service, body, job))
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
+        job = await start_completion(service, body, _tenant(http, body))
+        if body.stream:
+            return _events(completion_chunks(http, service, body, job))
+        return JSONResponse(await whole_completion(http, service, body, job))
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        tokenizer = service.llm.tokenizer
+        if tokenizer is None:
+            raise bad_request("this model has no tokenizer")
+
+        def encode() -> list[int]:
+            if body.messages is None:
+                return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+            text = tokenizer.chat(messages_of(body.messages), add_generation_prompt=body.add_generation_prompt)
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        tokens = await service.prepare(encode)
+        found = {"count": len(tokens), "max_model_len": service.llm.max_model_len, "tokens": tokens}
+        return found | ({"token_strs": [tokenizer.token(token) for token in tokens]} if body.return_token_strs else {})
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        tokenizer = service.llm.tokenizer
+        if tokenizer is None:
+            raise bad_request("this model has no tokenizer")
+        skip = body.skip_special_tokens
+        return {"prompt": await service.prepare(lambda: tokenizer.decode(body.tokens, skip_special_tokens=skip))}
+
+
+def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    card = {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "outrider",
+        "max_model_len": service.llm.max_model_len,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return card
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    def health_route(path: str, check: Callable[[EngineThread], health.Verdict]) -> None:
+        @app.get(path, name=check.__name__)
+        async def answer() -> Response:
+            status, body = check(service.engine)
+            return JSONResponse(body, status)
+
+    health_route("/health", health.ready)
+    health_route("/health/live", health.live)
+    health_route("/health/ready", health.ready)
+    health_route("/health/decode", health.decode)
+
+
+def _add_errors(app: FastAPI) -> None:
+    def answer(error: ApiError) -> Response:
+        return JSONResponse(error.body, error.status, error.headers)
+
+    async def on_api_error(http: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return answer(error)
+
+    async def on_invalid(http: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        place = clean(".".join(str(part) for part in first["loc"][1:]))[:100]
+        return answer(bad_request(f"{place}: {first['msg']}" if place else first["msg"], place or None))
+
+    async def on_http(http: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return answer(ApiError(error.status_code, str(error.detail)))
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(Exception, lambda http, error: answer(internal_error(error)))

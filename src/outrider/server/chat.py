@@ -1,0 +1,176 @@
+"""/v1/chat/completions: a conversation in, the assistant's next message out, whole or in chunks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request as HttpRequest
+
+from outrider.engine.request import Logprob
+from outrider.llm import Prompt
+from outrider.outputs import CompletionOutput
+from outrider.server.errors import bad_request
+from outrider.server.generation import Service, aborting, extras, finished, metrics_of, sampling_params, usage
+from outrider.server.job import Job, Piece
+from outrider.server.messages import MessageReader, Reading, message_of
+from outrider.server.schema import ChatRequest
+from outrider.tokenizer import Tokenizer
+
+MIN_LOGPROB = -9999.0  # JSON has no infinity
+
+
+async def start_chat(service: Service, body: ChatRequest, tenant: str | None) -> Job:
+    service.check_model(body.model)
+    _check_tools(service, body)
+    reading = reading_of(service, body)
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, tenant=tenant)
+    if reading.marked:
+        params = replace(params, skip_special_tokens=False)
+    return await service.submit(body, [lambda: _prompt(service, body)], params)
+
+
+def _prompt(service: Service, body: ChatRequest) -> Prompt:
+    wanted = body.tools if body.tool_choice != "none" else None
+    tools = [tool.model_dump(exclude_none=True) for tool in wanted] if wanted else None
+    return service.llm.chat_prompt(messages_of(body.messages), tools=tools)
+
+
+def reading_of(service: Service, body: ChatRequest) -> Reading:
+    names = [tool.function.name for tool in body.tools or []] if body.tool_choice != "none" else []
+    return Reading.of(service.llm.tokenizer, service.parsers, names)
+
+
+def _check_tools(service: Service, body: ChatRequest) -> None:
+    if not body.tools or body.tool_choice == "none":
+        return
+    if service.parsers.tools is None:
+        raise bad_request("no parser for this model's tool calls: start the server with --tool-call-parser", "tools")
+    if body.tool_choice not in (None, "auto"):
+        # seam: a grammar made of the tools would force a call
+        raise bad_request("tool_choice knows auto and none only", "tool_choice")
+
+
+def messages_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """As templates expect them: text as a string, parts only where there are images."""
+    plain = []
+    for message in messages:
+        fields = message.model_dump(exclude_none=True)
+        content = fields.setdefault("content", "")
+        if isinstance(content, list) and all(part["type"] == "text" for part in content):
+            fields["content"] = "".join(part["text"] for part in content)
+        for call in fields.get("tool_calls", ()):
+            _read_arguments(call)
+        plain.append(fields)
+    return plain
+
+
+def _read_arguments(call: dict[str, Any]) -> None:
+    """Clients send a call's arguments as JSON text; templates write JSON themselves."""
+    function = call.get("function")
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except ValueError:
+            raise ValueError("the arguments of a tool call in messages are not valid JSON") from None
+
+
+async def whole_chat(http: HttpRequest, service: Service, body: ChatRequest, job: Job) -> dict[str, Any]:
+    outputs = await finished(http, service, job)
+    readers = _readers(service, body, job)
+    return {
+        **_head(service, job, "chat.completion"),
+        "choices": [_choice(service, body, output, readers[output.index]) for output in outputs],
+        "usage": usage(job, sum(len(output.token_ids) for output in outputs)),
+        "metrics": metrics_of([output.speculation for output in outputs]),
+    }
+
+
+def _readers(service: Service, body: ChatRequest, job: Job) -> list[MessageReader]:
+    reading = reading_of(service, body)
+    return [MessageReader(service.llm, reading, request) for request in job.requests]
+
+
+def _choice(service: Service, body: ChatRequest, output: CompletionOutput, reader: MessageReader) -> dict[str, Any]:
+    deltas, reason = reader.read(output.text, output.token_ids, output.finish_reason)
+    return {
+        "index": output.index,
+        "message": message_of(deltas),
+        "logprobs": chat_logprobs(service.llm.tokenizer, body, output.token_ids, output.logprobs or []),
+        "finish_reason": reason,
+        "stop_reason": output.stop_reason,
+        **extras(body, output.token_ids, output.draft_positions),
+    }
+
+
+async def chat_chunks(
+    http: HttpRequest, service: Service, body: ChatRequest, job: Job
+) -> AsyncIterator[dict[str, Any]]:
+    """Deltas; all of them joined are the message of the whole answer."""
+    head = _head(service, job, "chat.completion.chunk")
+    options = body.stream_options
+    num_generated, speculations = 0, []
+    for index in range(len(job.requests)):
+        first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        yield {**head, "choices": [first]}
+    readers = _readers(service, body, job)
+    async with aborting(http, service, job):
+        async for piece in job.pieces():
+            num_generated += len(piece.token_ids)
+            if piece.final is not None:
+                speculations.append(piece.final.speculation)
+            choices = _deltas(service, body, piece, readers[piece.index])
+            for number, choice in enumerate(choices, start=1):
+                chunk = {**head, "choices": [choice]}
+                if options is not None and options.continuous_usage_stats:
+                    chunk["usage"] = usage(job, num_generated)
+                if len(speculations) == len(job.requests) and number == len(choices):
+                    chunk["metrics"] = metrics_of(speculations)
+                yield chunk
+    if options is not None and options.include_usage:
+        totals = {"usage": usage(job, num_generated), "metrics": metrics_of(speculations)}
+        yield {**head, "choices": [], **totals}
+
+
+def _deltas(service: Service, body: ChatRequest, piece: Piece, reader: MessageReader) -> list[dict[str, Any]]:
+    """Often one; none while nothing is settled: part of a character, or of what may be a stop string or a call."""
+    final = piece.final
+    deltas, reason = reader.read(piece.text, piece.token_ids, final.finish_reason if final is not None else None)
+    if not deltas and (final is not None or body.logprobs or body.return_token_ids):
+        deltas = [{}]
+    choices: list[dict[str, Any]] = [
+        {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+    ]
+    if choices:
+        choices[0]["logprobs"] = chat_logprobs(service.llm.tokenizer, body, piece.token_ids, piece.logprobs)
+        choices[0] |= extras(body, piece.token_ids, piece.draft_positions)
+    if final is not None:
+        choices[-1] |= {"finish_reason": reason, "stop_reason": final.stop_reason}
+    return choices
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer | None, body: ChatRequest, token_ids: Sequence[int], rows: Sequence[dict[int, Logprob]]
+) -> dict[str, Any] | None:
+    if not body.logprobs:
+        return None
+    content = []
+    for token, row in zip(token_ids, rows, strict=True):
+        likeliest = sorted(row.items(), key=lambda item: item[1].rank)[: body.top_logprobs or 0]
+        top = [_logprob(tokenizer, other, found) for other, found in likeliest]
+        content.append({**_logprob(tokenizer, token, row[token]), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _logprob(tokenizer: Tokenizer | None, token: int, found: Logprob) -> dict[str, Any]:
+    spelt = list(tokenizer.token_bytes(token)) if tokenizer is not None else None
+    return {"token": found.decoded, "logprob": max(found.logprob, MIN_LOGPROB), "bytes": spelt}
+
+
+def _head(service: Service, job: Job, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{job.job_id}", "object": kind, "created": int(time.time()), "model": service.model_name}

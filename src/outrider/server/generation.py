@@ -1,0 +1,176 @@
+"""From a client's request to a job for the engine, and what chats and completions answer alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import Any
+
+from fastapi import Request as HttpRequest
+
+from outrider.engine.request import Request
+from outrider.llm import LLM, Prompt
+from outrider.outputs import CompletionOutput
+from outrider.sampling_params import Guided, SamplingParams, Speculation
+from outrider.server.engine_thread import EngineThread
+from outrider.server.errors import ApiError, bad_request, clean
+from outrider.server.job import Job
+from outrider.server.parsers import ParserNames
+from outrider.server.schema import Generation
+
+PREPARATION_SECONDS = 30.0  # for the chat template and the tokenizer
+_SHARED = {each.name for each in fields(SamplingParams)} & set(Generation.model_fields)
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the routes work with."""
+
+    llm: LLM
+    engine: EngineThread
+    model_name: str
+    created: int
+    parsers: ParserNames
+    grammar_lock: threading.Lock = field(default_factory=threading.Lock)  # grammars are compiled one at a time
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            raise ApiError(404, f"there is no model {name!r} here, only {self.model_name}", "model_not_found", "model")
+
+    async def prepare(self, work: Callable[[], Any]) -> Any:
+        """Templates and tokenizers run beside the event loop; what they complain of is the client's to mend."""
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(work), PREPARATION_SECONDS)
+        except TimeoutError:
+            raise bad_request("the prompt takes too long to prepare: shorten it") from None
+        except RecursionError:
+            raise bad_request("the request is nested too deeply") from None
+        except ValueError as error:
+            raise bad_request(clean(str(error), {str(self.llm.config.model): self.model_name})) from error
+
+    async def submit(self, body: Generation, prompts: Sequence[Callable[[], Prompt]], params: SamplingParams) -> Job:
+        """The job, accepted by the engine. Prompts are made here, after it is known that there is room for them."""
+        self.engine.check_room(len(prompts) * params.n)
+
+        def make() -> list[Request]:
+            with self.grammar_lock if params.guided is not None else contextlib.nullcontext():
+                groups = [self.llm.requests_for(prompt(), params, number) for number, prompt in enumerate(prompts)]
+            return [request for group in groups for request in group]
+
+        begin = time.monotonic()
+        seconds = min(body.timeout or self.engine.limits.deadline, self.engine.limits.deadline)
+        requests = await self.prepare(make)
+        job = Job(f"{secrets.token_hex(12)}", requests, begin + seconds, streams=body.stream, submitted=begin)
+        self.engine.submit(job)
+        await job.accepted()
+        return job
+
+
+def sampling_params(
+    body: Generation, *, max_tokens: int | None, logprobs: int | None, tenant: str | None
+) -> SamplingParams:
+    """Fields of the same name mean the same; one that was not given keeps the engine's default."""
+    given = body.model_dump(include=_SHARED - {"max_tokens", "logprobs"}, exclude_none=True)
+    speculative = body.speculative.num_tokens if body.speculative is not None else None
+    try:
+        return SamplingParams(
+            **given,
+            guided=guided_of(body),
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            num_speculative_tokens=speculative,
+            tenant=tenant,
+        )
+    except ValueError as error:
+        raise bad_request(str(error)) from error
+
+
+def guided_of(body: Generation) -> Guided | None:
+    """What the answer must look like, whichever way it was said. (A reasoning parser will set `after`.)"""
+    form, found = body.response_format, []
+    if form is not None and form.type == "json_object":
+        found.append(Guided(json_object=True))
+    if form is not None and form.json_schema is not None:
+        found.append(Guided(json_schema=form.json_schema.schema_))
+    if body.guided_json is not None:
+        found.append(Guided(json_schema=body.guided_json))
+    if body.guided_regex is not None:
+        found.append(Guided(regex=body.guided_regex))
+    if body.guided_choice is not None:
+        found.append(Guided(choice=body.guided_choice))
+    if body.guided_grammar is not None:
+        found.append(Guided(grammar=body.guided_grammar))
+    if len(found) > 1:
+        raise ValueError("response_format and guided_... contradict each other: give one of them")
+    return found[0] if found else None
+
+
+@asynccontextmanager
+async def aborting(http: HttpRequest, service: Service, job: Job) -> AsyncIterator[None]:
+    """When the client goes away, or the answer ends for any other reason, the job ends too."""
+
+    async def watch() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        service.engine.abort(job)
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        service.engine.abort(job)
+
+
+async def finished(http: HttpRequest, service: Service, job: Job) -> list[CompletionOutput]:
+    """All of it, in order."""
+    outputs: dict[int, CompletionOutput] = {}
+    async with aborting(http, service, job):
+        async for piece in job.pieces():
+            if piece.final is not None:
+                outputs[piece.index] = piece.final
+    return [outputs[index] for index in sorted(outputs)]
+
+
+def usage(job: Job, num_generated: int) -> dict[str, Any]:
+    prompts = job.num_prompt_tokens
+    cached = {id(request.prompt): request.num_cached for request in reversed(job.requests)}
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": num_generated,
+        "total_tokens": prompts + num_generated,
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+    }
+
+
+def metrics_of(speculations: Sequence[Speculation]) -> dict[str, Any] | None:
+    """vLLM's shape, and as there for a single sequence only."""
+    if len(speculations) != 1 or not speculations[0].drafted:
+        return None
+    made = speculations[0]
+    num_steps = made.drafted_at[0]  # a round may have had no draft
+    reached = [num_steps, *made.accepted_at, 0]  # rounds that accepted at least so many
+    histogram = [more - fewer for more, fewer in pairwise(reached)]
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + made.accepted / num_steps,
+            "draft_acceptance_rate": made.accepted / made.drafted,
+            "acceptance_histogram": histogram,
+            "num_spec_steps": num_steps,
+            "num_accepted_draft_tokens": made.accepted,
+            "num_draft_tokens": made.drafted,
+        }
+    }
+
+
+def extras(body: Generation, token_ids: Sequence[int], draft_positions: Sequence[int]) -> dict[str, Any]:
+    if not body.return_token_ids:
+        return {}
+    return {"token_ids": list(token_ids), "draft_positions": list(draft_positions)}

@@ -1,0 +1,31 @@
+"""Health that means something: the process lives, new requests are taken, tokens come.
+A server that is busy is not dead; one whose requests get no further is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.server.engine_thread import EngineThread
+
+Verdict = tuple[int, dict[str, Any]]
+
+
+def live(engine: EngineThread) -> Verdict:
+    return _verdict(engine.is_alive, "alive", "the engine has ended")
+
+
+def ready(engine: EngineThread) -> Verdict:
+    if not engine.is_alive:
+        return live(engine)
+    return _verdict(not engine.draining, "ready", "shutting down")
+
+
+def decode(engine: EngineThread) -> Verdict:
+    if not engine.is_alive:
+        return live(engine)
+    status, body = _verdict(not engine.is_stalled, "decoding" if engine.num_sequences else "idle", "stalled")
+    return status, body | {"requests": engine.num_sequences, "steps": engine.num_steps}
+
+
+def _verdict(good: bool, status: str, otherwise: str) -> Verdict:
+    return (200, {"status": status}) if good else (503, {"status": otherwise})

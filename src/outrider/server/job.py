@@ -1,0 +1,93 @@
+"""A client's request on its way through the engine: several sequences, one stream of events back to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from outrider.engine.request import Logprob, Request
+from outrider.outputs import CompletionOutput
+from outrider.server.errors import ApiError, past_deadline
+
+GRACE = 5.0  # seconds after the deadline
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step added to one sequence. Pieces of a sequence, joined, are its output."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]]
+    draft_positions: list[int]
+    text_ends: list[int]
+    final: CompletionOutput | None = None  # with the last piece: all of it
+
+
+class Accepted:
+    """The engine has taken the job: from here on, only faults and deadlines can end it early."""
+
+
+Event = Piece | ApiError | Accepted
+
+
+@dataclass(eq=False)
+class Job:
+    """Made on the event loop; the engine's thread alone touches `requests` once it is submitted."""
+
+    job_id: str
+    requests: list[Request]
+    deadline: float  # by time.monotonic()
+    streams: bool = True  # otherwise only last pieces are sent
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    submitted: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    closed: bool = False  # nothing more will be sent
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Every prompt once, however many answers it gets."""
+        return sum(len(ids) for ids in {id(request.prompt): request.prompt for request in self.requests}.values())
+
+    def send(self, *events: Event) -> None:
+        """From the engine's thread."""
+
+        def put() -> None:
+            for event in events:
+                self.events.put_nowait(event)
+
+        try:
+            self.loop.call_soon_threadsafe(put)
+        except RuntimeError:  # the loop has been closed: nobody is listening
+            self.closed = True
+
+    async def accepted(self) -> None:
+        event = await self._next()
+        assert isinstance(event, Accepted)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Until every sequence has ended."""
+        num_left = len(self.requests)
+        while num_left:
+            event = await self._next()
+            assert isinstance(event, Piece)
+            num_left -= event.final is not None
+            yield event
+
+    async def _next(self) -> Piece | Accepted:
+        """The engine's thread keeps the deadline; should it hang, the client is told all the same."""
+        if self.events.empty():
+            try:
+                async with asyncio.timeout(self.deadline + GRACE - time.monotonic()):
+                    event = await self.events.get()
+            except TimeoutError:
+                raise past_deadline() from None
+        else:
+            event = self.events.get_nowait()
+        if isinstance(event, ApiError):
+            raise event
+        return event

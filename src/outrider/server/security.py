@@ -1,0 +1,145 @@
+"""Who may talk to the server: addresses, Host and Origin, the API key, and how much at once.
+Everything is denied unless it is on a list; only the health routes answer without a key."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.server.errors import ApiError, bad_request
+
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/decode"})
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+MAX_BODY = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Access:
+    """`hosts`: names that the Host header may hold; empty: any, which is for a server with a key."""
+
+    api_keys: tuple[str, ...] = ()
+    hosts: frozenset[str] = LOOPBACK
+    origins: frozenset[str] = frozenset()
+    max_body: int = MAX_BODY
+
+
+def access_for(
+    host: str,
+    api_keys: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    max_body: int = MAX_BODY,
+) -> Access:
+    """What listening on this address asks for."""
+    if any(len(key) < 8 for key in api_keys):
+        raise ValueError("an API key must have at least 8 characters: choose a longer one")
+    if not is_loopback(host) and not api_keys:
+        raise ValueError(
+            f"{host} can be reached from other machines: give --api-key (or OUTRIDER_API_KEY), or keep to 127.0.0.1"
+        )
+    hosts = frozenset(name.lower() for name in allowed_hosts)
+    if is_loopback(host):
+        hosts |= LOOPBACK | {host.lower()}
+    return Access(tuple(api_keys), hosts, frozenset(origin.rstrip("/").lower() for origin in origins), max_body)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Guard:
+    """ASGI middleware around everything else."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
+        self._digests = [_digest(key.encode()) for key in access.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":  # no web sockets here
+            return None
+        try:
+            self._check(scope)
+        except ApiError as error:
+            return await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+        limited = _Limited(receive, self._access.max_body)
+        return await self._app(scope, limited, send)
+
+    def _check(self, scope: Scope) -> None:
+        host = self._check_host(_values(scope, b"host"))
+        self._check_origin(_values(scope, b"origin"), host)
+        if scope["path"] not in OPEN_PATHS:
+            scope["tenant"] = self._check_key(_values(scope, b"authorization"))
+        length = _values(scope, b"content-length")
+        if length and (not length[0].isdigit() or int(length[0][:20]) > self._access.max_body):
+            raise too_large(self._access.max_body)
+
+    def _check_host(self, given: list[bytes]) -> str:
+        if len(given) != 1:
+            raise bad_request("the request must have one Host header")
+        try:
+            parts = urlsplit("//" + given[0].decode("ascii"))
+            name, _ = (parts.hostname or "").lower(), parts.port
+        except ValueError:
+            raise bad_request("the Host header cannot be read") from None
+        if self._access.hosts and name not in self._access.hosts:  # a name of someone else's that leads here
+            raise ApiError(403, "this server does not go by that name (--allowed-host adds it)", "unknown_host")
+        return given[0].decode("ascii").lower()
+
+    def _check_origin(self, given: list[bytes], host: str) -> None:
+        """Browsers say which page is asking; only our own page and those on the list may."""
+        for value in given:
+            origin = value.decode("latin-1").lower()
+            if origin not in self._access.origins and origin not in (f"http://{host}", f"https://{host}"):
+                raise ApiError(403, "pages of that origin may not use this server", "unknown_origin")
+
+    def _check_key(self, given: list[bytes]) -> str | None:
+        """Compares with all keys in the same time, whatever was sent. Who holds another key is another tenant."""
+        if not self._digests:
+            return None
+        scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+        sent = _digest(key.strip())
+        matches = [hmac.compare_digest(sent, digest) for digest in self._digests]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", "invalid_api_key")
+        return f"key-{matches.index(True)}" if len(matches) > 1 else None
+
+
+class _Limited:
+    """receive() that counts: a body without an honest Content-Length is cut off as well."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive, self._left, self._limit = receive, limit, limit
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:  # FastAPI is reading, and would make a 400 of any other exception
+            raise HTTPException(413, too_large(self._limit).message)
+        return message
+
+
+def too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the request is larger than {limit} bytes", "too_large")
+
+
+def _values(scope: Scope, name: bytes) -> list[bytes]:
+    return [value for key, value in scope["headers"] if key.lower() == name]
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

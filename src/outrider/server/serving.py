@@ -1,0 +1,55 @@
+"""uvicorn with a graceful end: the first signal drains, the second ends everything now."""
+
+from __future__ import annotations
+
+import time
+from types import FrameType
+
+import uvicorn
+
+from outrider.server.app import Application
+from outrider.server.log import log
+
+MAX_HEADERS = 64 * 2**10
+FLUSH_SECONDS = 5  # for answers that are on their way to a slow client
+
+
+class Server(uvicorn.Server):
+    """After the first SIGTERM or SIGINT running requests finish, for `drain` seconds at most; new ones are refused."""
+
+    def __init__(self, application: Application, host: str, port: int, drain: float = 30.0) -> None:
+        config = uvicorn.Config(
+            application.asgi,
+            host=host,
+            port=port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=MAX_HEADERS,
+            limit_concurrency=application.engine.capacity + 256,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
+        )
+        super().__init__(config)
+        self._engine = application.engine
+        self._drain = drain
+        self._num_signals = 0
+        self._drain_until: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Only notes it: a lock might be held by whatever was interrupted. on_tick does the rest."""
+        self._num_signals += 1
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._num_signals and self._drain_until is None:
+            log("draining", requests=self._engine.num_sequences)
+            self._engine.drain()
+            self._drain_until = time.monotonic() + self._drain
+        if self._num_signals > 1:
+            self.force_exit = True
+            self._engine.stop()
+            return True
+        if self._drain_until is not None and (self._engine.is_idle or time.monotonic() > self._drain_until):
+            self._engine.stop()
+            return True
+        return await super().on_tick(counter)

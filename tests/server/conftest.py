@@ -1,0 +1,66 @@
+"""The real server, with the embedded pair behind it. Of several servers only one has work at a time."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import openai
+import pytest
+from running import Running, Serve, wait_for
+
+from outrider import LLM
+from outrider.server.app import Application
+from outrider.server.engine_thread import Limits
+from outrider.server.parsers import ParserNames
+from outrider.server.security import Access, access_for
+from outrider.server.serving import Server
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    with LLM(max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def serve(llm: LLM) -> Serve:
+    @contextlib.contextmanager
+    def running(
+        limits: Limits | None = None,
+        access: Access | None = None,
+        drain: float = 5.0,
+        parsers: ParserNames | None = None,
+    ) -> Iterator[Running]:
+        access = access or access_for("127.0.0.1")
+        application = Application(llm, "default", limits or Limits(), access, parsers)
+        server = Server(application, "127.0.0.1", 0, drain)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        wait_for(lambda: server.started)
+        try:
+            yield Running(application, server, thread, server.servers[0].sockets[0].getsockname()[1])
+        finally:
+            server.handle_exit(15, None)
+            server.handle_exit(15, None)
+            thread.join(20)
+            assert not thread.is_alive()
+
+    return running
+
+
+@pytest.fixture(scope="session")
+def shared(serve: Serve) -> Iterator[Running]:
+    """For tests that leave it as they found it."""
+    with serve() as running:
+        yield running
+
+
+@pytest.fixture
+def running(shared: Running) -> Iterator[Running]:
+    yield shared
+    shared.wait_until_idle()
+
+
+@pytest.fixture
+def client(running: Running) -> openai.OpenAI:
+    return running.openai()

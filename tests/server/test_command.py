@@ -1,0 +1,81 @@
+"""`outrider serve` as a process: it starts, answers, drains on SIGTERM, and says what it needs."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from running import wait_for
+from typer.testing import CliRunner
+
+from outrider.cli import app
+from outrider.server.command import name_of
+
+
+@pytest.mark.slow
+def test_serving_and_sigterm() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "outrider", "serve", "--port", str(port), "--max-num-seqs", "1"]
+    environment = os.environ | {"OUTRIDER_API_KEY": "key-for-a-test", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
+    try:
+        url = f"http://127.0.0.1:{port}"
+
+        def ready() -> bool:
+            assert process.poll() is None
+            try:
+                return httpx.get(f"{url}/health/ready").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_for(ready, 60)
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        body = {"prompt": "Hello", "max_tokens": 150, "ignore_eos": True, "temperature": 0, "stream": True}
+        headers = {"Authorization": "Bearer key-for-a-test"}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert '"finish_reason":"length"' in rest[-2]
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+        events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        assert [event["event"] for event in events] == ["listening", "draining", "request", "ended"]
+        assert events[2]["completion_tokens"] == 150
+        assert "Hello" not in said
+    finally:
+        process.kill()
+        process.wait()
+
+
+def serve(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["serve", *arguments], env={"OUTRIDER_API_KEY": None})
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    return result.stderr
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--api-key" in serve("--host", "0.0.0.0")
+    assert "at least 8" in serve("--api-key", "short")
+    assert "contradicts" in serve("--no-draft", "--draft", "ngram")
+    assert "nonsense" in serve("--tool-call-parser", "nonsense")
+    monkeypatch.delitem(sys.modules, "outrider.server.app", raising=False)
+    monkeypatch.setitem(sys.modules, "fastapi", None)  # as if it were not installed
+    assert "outrider[serve]" in serve()
+
+
+def test_the_name_of_a_model(tmp_path: Path) -> None:
+    """Clients do not learn where a model lies."""
+    assert name_of(None) == "default"
+    assert name_of("org/name") == "org/name"
+    assert name_of(str(tmp_path)) == tmp_path.name
