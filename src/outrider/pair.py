@@ -40,6 +40,11 @@ def named_pair(model: str | Path | None, given: Speculative) -> tuple[str | Path
     return model, _speculative(given, None)
 
 
+def target_of(model: str | Path | None) -> str | Path:
+    """Where the target is that a user's choice of a model means."""
+    return named_pair(model, None)[0]
+
+
 def _named_by_drafter(
     drafter: str | Path, speculators: Any, given: Speculative
 ) -> tuple[str | Path, SpeculativeConfig | None]:

@@ -35,7 +35,7 @@ from outrider.config import SpeculativeConfig
 from outrider.console import checkpoint_name, open_consoles
 from outrider.llm import LLM
 from outrider.measure import method_of
-from outrider.pair import DEFAULT_DIRECTORY
+from outrider.pair import target_of
 
 bench_app = typer.Typer(help="Measure speed: plain, speculative and other engines, side by side.", no_args_is_help=True)
 
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def place(self) -> str | Path:
-        return self.model if self.model is not None else DEFAULT_DIRECTORY / "target"
+        return target_of(self.model)
 
     def batches(self) -> list[Prompts]:
         """The prompts as ids, in batches; where there are too few, they come again."""
@@ -109,7 +109,7 @@ def latency(
       outrider bench latency
       outrider bench latency --model MODEL.gguf --draft ngram --workload repetition --against transformers
     """
-    vocabulary = Vocabulary.of(model if model is not None else DEFAULT_DIRECTORY / "target")
+    vocabulary = Vocabulary.of(target_of(model))
     texts = _prompts(prompt, prompts, workload_name, vocabulary)
     plan = Plan(
         command="latency",
@@ -154,7 +154,7 @@ def throughput(
       outrider bench throughput --batch-size 16
       outrider bench throughput --model DIRECTORY --draft DIRECTORY --against transformers --json
     """
-    vocabulary = Vocabulary.of(model if model is not None else DEFAULT_DIRECTORY / "target")
+    vocabulary = Vocabulary.of(target_of(model))
     texts = _prompts(prompt, prompts, workload_name, vocabulary)
     plan = Plan(
         command="throughput",

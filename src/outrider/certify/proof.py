@@ -29,7 +29,7 @@ from outrider.config import SpeculativeConfig
 from outrider.llm import LLM
 from outrider.measure import method_of
 from outrider.outputs import RequestOutput
-from outrider.pair import AUTO, DEFAULT_DIRECTORY, Speculative
+from outrider.pair import AUTO, DEFAULT_DIRECTORY, Speculative, target_of
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 OnStep = Callable[[int, int], None]
@@ -277,7 +277,7 @@ def certify(
 ) -> Certificate:
     """Plain against speculative decoding of one target. Without a drafter, the embedded target's own or n-grams."""
     begin = time.perf_counter()
-    vocabulary = Vocabulary.of(model if model is not None else DEFAULT_DIRECTORY / "target")
+    vocabulary = Vocabulary.of(target_of(model))
     texts = prompts if prompts is not None else built_in_prompts(vocabulary, effort)
     questions = ask(vocabulary.encode_all(texts), effort, has_tokenizer=vocabulary.tokenizer is not None)
     if not questions:

@@ -16,7 +16,7 @@ from outrider.doctor.readings import Search, trials
 from outrider.drafters.base import Drafter
 from outrider.llm import LLM
 from outrider.measure import method_of
-from outrider.pair import AUTO, DEFAULT_DIRECTORY, Speculative
+from outrider.pair import AUTO, Speculative, target_of
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 MAX_NUM_SEQS = 32
@@ -80,7 +80,7 @@ def examine(
     """Opens a target with a drafter and says how they get on. Without names, the embedded pair."""
     begin = time.perf_counter()
     speculative = replace(speculative_for(model, speculative_config), force=True)
-    vocabulary = Vocabulary.of(model if model is not None else DEFAULT_DIRECTORY / "target")
+    vocabulary = Vocabulary.of(target_of(model))
     asked = vocabulary.encode_all(prompts if prompts is not None else default_prompts(vocabulary, effort))
     with threads_for(vocabulary.num_parameters):
         llm = LLM(

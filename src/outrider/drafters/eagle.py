@@ -15,6 +15,7 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, Reading, drafters
 from outrider.drafters.head import (
     FeedbackDrafter,
+    FeedbackNetwork,
     HeadLayers,
     Reader,
     actual_names,
@@ -114,7 +115,7 @@ class BareBlock(Block):
         return self.run(x, x, batch)
 
 
-class EagleNetwork(nn.Module):
+class EagleNetwork(FeedbackNetwork):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
@@ -147,12 +148,15 @@ class EagleNetwork(nn.Module):
 
 @drafters.register("eagle")
 class Eagle(FeedbackDrafter):
+    config: EagleConfig
+    network: EagleNetwork
+
     def __init__(self, config: EagleConfig, target: Target, lookahead: int) -> None:
         super().__init__()
         self.config = config
         self.lookahead = lookahead
         self.taps = (target.num_layers,)
-        self.network: EagleNetwork = EagleNetwork(config)
+        self.network = EagleNetwork(config)
         self._target = (target,)  # in a tuple: shared, not owned
 
     @classmethod
@@ -174,14 +178,6 @@ class Eagle(FeedbackDrafter):
         )
 
     # drafting
-
-    @property
-    def embed(self) -> Embedding:
-        return self.network.embed if self.network.embed is not None else self._target[0].embed
-
-    def logits(self, normed: Tensor) -> Tensor:
-        head = self.network.head if self.network.head is not None else self._target[0].head
-        return head(normed) * self.config.logit_scale if self.config.logit_scale != 1.0 else head(normed)
 
     def _features(self, taps: Tensor) -> Tensor:
         (last,) = taps.unbind(1)

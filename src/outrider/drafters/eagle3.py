@@ -14,7 +14,7 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, Reading, drafters
 from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, resolve
 from outrider.drafters.head import FIRST_KEY as FIRST_KEY
-from outrider.drafters.head import FeedbackDrafter, actual_names, layer_weights, twin, unless_same
+from outrider.drafters.head import FeedbackDrafter, FeedbackNetwork, actual_names, layer_weights, twin, unless_same
 from outrider.layers.block import DecoderBlock
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
@@ -38,7 +38,7 @@ class FusedBlock(nn.Module):
         return self.block.run(normed if norm_before_residual else state, inputs, batch)
 
 
-class Eagle3Network(nn.Module):
+class Eagle3Network(FeedbackNetwork):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config = config
@@ -82,12 +82,15 @@ class Eagle3Network(nn.Module):
 
 @drafters.register("eagle3")
 class Eagle3(FeedbackDrafter):
+    config: Eagle3Config
+    network: Eagle3Network
+
     def __init__(self, config: Eagle3Config, target: Target, lookahead: int) -> None:
         super().__init__()
         self.config = config
         self.lookahead = lookahead
         self.taps = config.taps
-        self.network: Eagle3Network = Eagle3Network(config)
+        self.network = Eagle3Network(config)
         self._target = (target,)  # in a tuple: shared, not owned
 
     @classmethod
@@ -110,14 +113,6 @@ class Eagle3(FeedbackDrafter):
         if not self.config.use_taps:  # the target's last state, as its head sees it
             taps = self._target[0].norm(taps)
         return self.network.combine(taps)
-
-    @property
-    def embed(self) -> Embedding:
-        return self.network.embed if self.network.embed is not None else self._target[0].embed
-
-    def logits(self, normed: Tensor) -> Tensor:
-        head = self.network.head if self.network.head is not None else self._target[0].head
-        return head(normed) * self.config.logit_scale if self.config.logit_scale != 1.0 else head(normed)
 
     def target_ids(self) -> Tensor | None:
         d2t = self.network.d2t

@@ -6,18 +6,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from outrider.drafters.base import Drafter, draft_chain, extend, no_draft, shifted, single_rows
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import Block, DecoderBlock, attention_weights, mlp_weights
-from outrider.layers.embedding import Embedding, embed_rows
+from outrider.layers.embedding import Embedding, Head, embed_rows
 from outrider.layers.mla import LatentAttention, LatentBlock, LatentShape, latent_weights
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.rotary import Rotary
-from outrider.models.base import refuse, require
+from outrider.models.base import Target, refuse, require
 from outrider.types import Batch, Draft, Hidden, Resolved, Step, Verdict, Weight
 
 FIRST_KEY = 1  # an entry stands at the index of its token and needs the state before it, so token 0 has none
@@ -182,21 +182,32 @@ def _rope(reader: Reader) -> dict[str, Any]:
 # ---- drafting ----
 
 
-class FeedbackDrafter(Drafter):
-    """Subclasses say what a row's state is (`_features`), and how logits come about."""
+class FeedbackConfig(Protocol):
+    @property
+    def logit_scale(self) -> float: ...
 
-    network: nn.Module  # (embedding, state, batch) -> what the head reads, and what is fed back
+
+class FeedbackNetwork(nn.Module):
+    """(embedding, state, batch) -> what the head reads, and what is fed back."""
+
+    embed: Embedding | None  # None: the target's
+    head: Head | None
+
+
+class FeedbackDrafter(Drafter):
+    """Subclasses say what a row's state is (`_features`)."""
+
+    network: FeedbackNetwork
+    config: FeedbackConfig
+    _target: tuple[Target]  # in a tuple: shared, not owned
 
     @property
     def embed(self) -> Embedding:
-        raise NotImplementedError
+        return self.network.embed if self.network.embed is not None else self._target[0].embed
 
     def logits(self, normed: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def target_ids(self) -> Tensor | None:
-        """The target's id of every draft id, or None where they are the same."""
-        return None
+        head = self.network.head if self.network.head is not None else self._target[0].head
+        return head(normed) * self.config.logit_scale if self.config.logit_scale != 1.0 else head(normed)
 
     def _features(self, taps: Tensor) -> Tensor:
         """The target's taps [T, n, H_t] -> the network's state [T, H]."""
