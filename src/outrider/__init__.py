@@ -1,6 +1,6 @@
 """Outrider: speculative decoding for any target with any drafter, and output that is the target's own."""
 
-from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.config import EngineConfig, SpeculativeConfig, WatchdogConfig
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.sampling_params import Guided, SamplingParams, Speculation
@@ -14,5 +14,6 @@ __all__ = [
     "SamplingParams",
     "Speculation",
     "SpeculativeConfig",
+    "WatchdogConfig",
 ]
 __version__ = "0.1.0"

@@ -90,6 +90,27 @@ _SUFFIX_RANGES: tuple[tuple[str, float, float, bool], ...] = (
 
 
 @dataclass(frozen=True)
+class WatchdogConfig:
+    """When acceptance counts as dead, and what is done then. Rounds without a draft do not count."""
+
+    dead_acceptance: float = 0.1  # accepted draft tokens a round: below, drafting costs more than it can ever bring
+    suspicious_share: float = 0.98  # accepted share of drafts: above, a text is in a loop, or the judge is broken
+    window: int = 16  # rounds that the average of a request looks back on; nothing accepted: dead after 36
+    engine_window: int = 64  # the same for all requests together
+    rest: int = 64  # plain rounds after which a request that has died tries drafts again; twice as many the next time
+
+    def __post_init__(self) -> None:
+        for name in ("window", "engine_window", "rest"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"watchdog: {name} must be a whole number of at least 1, not {value!r}")
+        if not 0 < self.dead_acceptance < 0.5:
+            raise ValueError(f"watchdog: dead_acceptance must be above 0 and below 0.5, not {self.dead_acceptance!r}")
+        if not 0 < self.suspicious_share <= 1:
+            raise ValueError(f"watchdog: suspicious_share must be above 0, at most 1, not {self.suspicious_share!r}")
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     model: str | Path
     speculative: SpeculativeConfig | None = None
@@ -101,8 +122,12 @@ class EngineConfig:
     page_size: int = 16
     kv_cache_memory: int | None = None  # bytes; None: what the longest allowed requests need, within a share of memory
     enable_prefix_caching: bool = True
+    num_predicted_tokens: int = 16  # drafted at once from a request's own prediction, at most
+    watchdog: WatchdogConfig | None = WatchdogConfig()
 
     def __post_init__(self) -> None:
+        if not 0 <= self.num_predicted_tokens <= 1024:
+            raise ValueError(f"num_predicted_tokens must be from 0 to 1024, not {self.num_predicted_tokens!r}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from outrider.agreement import Checkup, check_up
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, WatchdogConfig
 from outrider.drafters.base import Drafter
+from outrider.drafters.predicted import tokens_after
 from outrider.engine.checkpoint import open_checkpoint
 from outrider.engine.loader import Progress
 from outrider.engine.request import Request, TextStream
@@ -19,7 +22,7 @@ from outrider.outputs import RequestOutput
 from outrider.pair import AUTO, Speculative, named_pair, open_pair
 from outrider.sampling_params import SamplingParams, Speculation
 from outrider.tokenizer import Tokenizer
-from outrider.types import Images
+from outrider.types import Images, Prediction
 from outrider.vision import VisionTower, pictures_of, prompt_with_images, vision_of
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -41,6 +44,8 @@ class LLM:
         page_size: int = 16,
         kv_cache_memory: int | None = None,
         enable_prefix_caching: bool = True,
+        num_predicted_tokens: int = 16,
+        watchdog: WatchdogConfig | bool = True,
         progress: Progress | None = None,
     ) -> None:
         target, speculative = named_pair(model, speculative_config)
@@ -55,6 +60,8 @@ class LLM:
             page_size=page_size,
             kv_cache_memory=kv_cache_memory,
             enable_prefix_caching=enable_prefix_caching,
+            num_predicted_tokens=num_predicted_tokens,
+            watchdog=(WatchdogConfig() if watchdog else None) if isinstance(watchdog, bool) else watchdog,
         )
         self.engine, self.budget = open_pair(self.config, progress)
         self.tokenizer = self.engine.tokenizer
@@ -206,7 +213,10 @@ class LLM:
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         request_id = f"request-{next(self._ids)}"
         requests = [self._request(f"{request_id}-{index}", ids, params, seed + index) for index in range(params.n)]
+        predicted = self._predicted(params, ids)
         for request in requests:
+            if predicted is not None:
+                request.prediction = Prediction(predicted, len(ids))
             if images is not None:
                 request.images = images
                 request.unsplit = images.spans if vision_of(self.target).unsplit else ()
@@ -222,8 +232,25 @@ class LLM:
             end_ids=frozenset() if params.ignore_eos else self.end_ids,
             text=TextStream(tokenizer, ids, params) if tokenizer is not None else None,
             bad_words=self._bad_words(params),
-            guide=self.engine.guide(params.guided) if params.guided is not None else None,
+            guide=self.engine.guide(params.guided, ids) if params.guided is not None else None,
         )
+
+    def _predicted(self, params: SamplingParams, prompt: Sequence[int]) -> np.ndarray | None:
+        """The tokens in which the target would write what is predicted, right after the prompt."""
+        given = params.prediction
+        if not given or params.num_speculative_tokens == 0:
+            return None
+        if self.engine.predicting is None:
+            raise ValueError(
+                "a prediction needs room for drafts, and none was reserved: use a drafter (a target with recurrent "
+                "states has no other room), or raise num_predicted_tokens"
+            )
+        if isinstance(given, str):
+            tokens = tokens_after(prompt, given, self._need_tokenizer("a prediction given as text"))
+        else:
+            tokens = list(given)
+            self._check_ids(tokens, "prediction")
+        return np.array(tokens, dtype=np.int64)
 
     @property
     def end_ids(self) -> frozenset[int]:

@@ -11,6 +11,7 @@ import torch
 
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import Drafter
+from outrider.drafters.predicted import with_predictions
 from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
 from outrider.engine.engine import Engine
 from outrider.engine.loader import Progress, build_drafter, build_target, building, lives_in_target, load_weights
@@ -105,11 +106,19 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
                     pack_weights(module)
         engine = Engine(config, target, drafter, budget, tokenizer)
         engine.end_ids = _end_ids(checkpoint, tokenizer)
+        engine.predicting = _predicting(config, engine)
         return engine, budget
     finally:
         checkpoint.close()
         if drafter_checkpoint is not None:
             drafter_checkpoint.close()
+
+
+def _predicting(config: EngineConfig, engine: Engine) -> Drafter | None:
+    """Drafts from predictions need no memory, but where states are recurrent: one was reserved for each token that the
+    drafter may draft, and no more."""
+    most = min(config.num_predicted_tokens, engine.lookahead if engine.cache.recurrent else config.num_predicted_tokens)
+    return with_predictions(most, engine.drafter) if most else None
 
 
 def _stored_dtype(config: Mapping[str, Any]) -> str | None:

@@ -10,28 +10,36 @@ from typing import Any
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_N = 256
+MAX_PREDICTION = 2**18  # characters, or tokens
 
 
 @dataclass(frozen=True)
 class Guided:
-    """What an answer must look like: exactly one of the first five. Needs the extra "serve"."""
+    """What an answer must look like: exactly one of the first six. Needs the extra "serve"."""
 
     json_schema: Mapping[str, Any] | str | None = None  # oneOf is taken as anyOf
     json_object: bool = False  # any JSON object
     regex: str | None = None  # the whole answer matches
     choice: Sequence[str] | None = None  # the answer is one of these
     grammar: str | None = None  # EBNF; its first rule is called root
+    structural_tag: Mapping[str, Any] | None = None  # the format in one, as xgrammar has it, without free text
     after: str | None = None  # text such as "</think>" before which the answer is free; None: bound from the start
+    opening: str | None = None  # with after: free only where this text ends the prompt or begins the answer
 
     def __post_init__(self) -> None:
         if self.kind == "" or len(self._given) > 1:
-            known = "json_schema, json_object, regex, choice or grammar"
+            known = "json_schema, json_object, regex, choice, grammar or structural_tag"
             raise ValueError(f"guided needs exactly one of {known}, not {', '.join(self._given) or 'none'}")
         if not isinstance(self.json_object, bool):
             raise ValueError(f"guided: json_object must be true or false, not {self.json_object!r}")
         if not isinstance(self.json_schema, Mapping | str | None):
             raise ValueError(f"guided: json_schema must be a JSON object or its text, not {self.json_schema!r}")
-        for name, text in (("regex", self.regex), ("grammar", self.grammar), ("after", self.after)):
+        if not isinstance(self.structural_tag, Mapping | None):
+            raise ValueError(f"guided: structural_tag must be a JSON object, not {self.structural_tag!r}")
+        if self.opening is not None and self.after is None:
+            raise ValueError("guided: opening needs after, the text that ends what it opens")
+        for name in ("regex", "grammar", "after", "opening"):
+            text = getattr(self, name)
             if text is not None and not (isinstance(text, str) and text):
                 raise ValueError(f"guided: {name} must be text that is not empty, not {text!r}")
         if self.choice is not None:
@@ -46,9 +54,9 @@ class Guided:
 
     @property
     def _given(self) -> list[str]:
-        values = {"json_schema": self.json_schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        kinds = ("json_schema", "regex", "choice", "grammar", "structural_tag")
         flags = ["json_object"] if self.json_object else []
-        return [name for name, value in values.items() if value is not None] + flags
+        return [name for name in kinds if getattr(self, name) is not None] + flags
 
 
 @dataclass(frozen=True)
@@ -72,10 +80,12 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_special_ids: Sequence[int] = ()  # those are text all the same, as markers of tool calls are
     guided: Guided | None = None  # what the answer must look like; has the last word over the options above
     logprobs: int | None = None  # the target's own, before any option; 0: the chosen token's alone
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None  # at most the engine's; 0: no speculation for this request
+    prediction: str | Sequence[int] | None = None  # what the answer will be like, as text or token ids: is the draft
     tenant: str | None = None  # drafts learn from earlier requests of the same tenant only
     trace: bool = False  # keep every round's draft and how much of it was accepted
 
@@ -91,6 +101,8 @@ class SamplingParams:
             )
         if not isinstance(self.guided, Guided | None):
             raise ValueError(f"guided must be a Guided, not {self.guided!r}")
+        if self.prediction is not None:
+            _check_prediction(self.prediction)
         if not isinstance(self.tenant, str | None):
             raise ValueError(f"tenant must be a name, not {self.tenant!r}")
         if not all(isinstance(text, str) and text for text in self.stop):
@@ -138,6 +150,13 @@ def _check_range(name: str, value: float | None, low: float, high: float) -> Non
         raise ValueError(f"{name} must be between {low:g} and {high:g}, not {value!r}")
 
 
+def _check_prediction(prediction: str | Sequence[int]) -> None:
+    if not isinstance(prediction, str | Sequence):
+        raise ValueError(f"prediction must be text or a list of token ids, not {prediction!r}")
+    if len(prediction) > MAX_PREDICTION:
+        raise ValueError(f"prediction is {len(prediction)} long; at most {MAX_PREDICTION} are taken: shorten it")
+
+
 @dataclass(frozen=True)
 class Speculation:
     """How drafting went for one request."""
@@ -147,6 +166,8 @@ class Speculation:
     accepted: int = 0
     drafted_at: tuple[int, ...] = field(default=())
     accepted_at: tuple[int, ...] = field(default=())
+    predicted: int = 0  # of the drafted, those from the request's own prediction
+    accepted_predicted: int = 0
 
     @property
     def accept_length(self) -> float:
@@ -170,4 +191,6 @@ class Speculation:
             self.accepted + other.accepted,
             total(self.drafted_at, other.drafted_at),
             total(self.accepted_at, other.accepted_at),
+            self.predicted + other.predicted,
+            self.accepted_predicted + other.accepted_predicted,
         )

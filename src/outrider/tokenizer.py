@@ -1,23 +1,19 @@
 """Text to token ids and back: encoding, chat templates, and text that streams out token by token.
-Knows nothing of models or requests; what it reads from a checkpoint is data, and templates run in a sandbox."""
+Knows nothing of models or requests; what it reads from a checkpoint is data; templates run elsewhere (template.py)."""
 
 import codecs
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, processors
+
+from outrider.template import TemplateError, Templates
 
 MAX_CHAT_LEN = 16 * 2**20  # characters a chat template may produce; a hostile template must not fill the memory
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -79,6 +75,15 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    def template_text(self, *, tools: bool = False) -> str | None:
+        """The source of the chat template that is used with or without tools; None where there is none."""
+        return self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default")
+
+    def special_id(self, text: str) -> int | None:
+        """The special token that is written so."""
+        id = self._backend.token_to_id(text)
+        return id if id in self._special_ids else None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if _LONE_SURROGATE.search(text):
             raise ValueError("the text holds half of a surrogate pair, which has no encoding; send valid Unicode")
@@ -119,21 +124,17 @@ class Tokenizer:
         **template_kwargs: Any,
     ) -> str:
         """The prompt for a conversation. It holds its own special tokens: encode it with add_special_tokens=False."""
-        template = self._template(tools)
+        name = self._template_name(tools)
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         variables = {"documents": None, **self._special_tokens, **template_kwargs, **given}
-        pieces: list[str] = []
-        length = 0
         try:
-            for piece in template.generate(variables):
-                pieces.append(piece)
-                length += len(piece)
-                if length > MAX_CHAT_LEN:
-                    raise ValueError(f"it wrote more than {MAX_CHAT_LEN} characters")
-        except Exception as error:  # a template is foreign code run on a client's data: whatever it raises is theirs
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"the chat template of {self._origin} failed on these messages ({reason})") from error
-        return "".join(pieces)
+            return self._renderer.render(name, variables)
+        except TemplateError as error:
+            if error.is_source:
+                raise ValueError(f"the chat template of {self._origin} does not parse ({error}); replace it") from error
+            raise ValueError(f"the chat template of {self._origin} failed on these messages ({error})") from error
+        except RecursionError:
+            raise ValueError("the messages are nested too deeply for a chat template; flatten them") from None
 
     def fingerprint(self) -> str:
         """The same for two tokenizers whose ids mean the same tokens."""
@@ -145,14 +146,10 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
     @cached_property
-    def _compiled(self) -> dict[str, jinja2.Template]:
-        environment = _template_environment()
-        try:
-            return {name: environment.from_string(source) for name, source in self._templates.items()}
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {self._origin} does not parse ({error}); replace it") from error
+    def _renderer(self) -> Templates:
+        return Templates(self._templates, MAX_CHAT_LEN)
 
-    def _template(self, tools: list[dict[str, Any]] | None) -> jinja2.Template:
+    def _template_name(self, tools: list[dict[str, Any]] | None) -> str:
         if not self._templates:
             raise ValueError(
                 f"{self._origin} has no chat template; send a plain prompt, or give it a chat_template.jinja"
@@ -161,7 +158,7 @@ class Tokenizer:
         if name not in self._templates:
             known = ", ".join(sorted(self._templates))
             raise ValueError(f"{self._origin} has no default chat template, only {known}; name one of them 'default'")
-        return self._compiled[name]
+        return name
 
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
@@ -235,42 +232,6 @@ def _read_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return templates
 
 
-class _GenerationBlock(Extension):
-    """{% generation %} marks the assistant's words for training; for a prompt it is only a scope."""
-
-    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _template_environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes HTML, which models were not trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
     """How byte-level vocabularies write bytes: printable characters as they are, the others from U+0100 on."""
@@ -290,10 +251,15 @@ class Detokenizer:
     """Text that grows token by token: what add() returns is final, and all of it together is decode() of all ids."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: Iterable[int] = (),  # special tokens that are never skipped
+        prompt_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skip_special_tokens, self._shown_ids = skip_special_tokens, frozenset(shown_ids)
         self._pieces: list[str] = []
         self._is_empty = True
         stream_type = _ByteStream if tokenizer.is_byte_level else _WindowStream
@@ -305,7 +271,7 @@ class Detokenizer:
 
     def add(self, id: int) -> str:
         """The text that this token settles; "" while it may still turn out otherwise."""
-        if self._tokenizer.is_silent(id, skip_special_tokens=self._skip_special_tokens):
+        if self._is_silent(id):
             return ""
         self._is_empty = False
         return self._keep(self._stream.add(id))
@@ -313,6 +279,10 @@ class Detokenizer:
     def finish(self) -> str:
         """What was held back, as decode() would write it."""
         return "" if self._is_empty else self._keep(self._stream.finish())  # no text of the prompt alone
+
+    def _is_silent(self, id: int) -> bool:
+        skip = self._skip_special_tokens and id not in self._shown_ids
+        return self._tokenizer.is_silent(id, skip_special_tokens=skip)
 
     def _keep(self, text: str) -> str:
         if text:
@@ -323,7 +293,7 @@ class Detokenizer:
         """The end of a prompt on which the text after it depends: back to a token that is no part of a character."""
         tail: list[int] = []
         for id in reversed(prompt_ids):
-            if self._tokenizer.is_silent(id, skip_special_tokens=self._skip_special_tokens):
+            if self._is_silent(id):
                 continue
             tail.insert(0, id)
             if self._tokenizer.is_byte_level:

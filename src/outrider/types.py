@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 NULL_PAGE = 0  # a page nobody owns: rows that must not be remembered are written there
@@ -111,6 +112,17 @@ class Images:
     positions: Tensor | None = None  # [3, n] rotary positions of the whole prompt, where they are not the index
 
 
+@dataclass(eq=False)
+class Prediction:
+    """What a request expects its answer to be. Whoever drafts from it notes here how far the answer has followed it."""
+
+    tokens: np.ndarray  # int64; answers to the same prompt share it
+    begin: int  # index of the answer's first token
+    place: int = 0  # where the answer goes on in it, as far as is known
+    num_seen: int = 0  # tokens of the answer that were compared
+    num_agreed: int = 0  # last tokens of the answer that agree with those before the place; 0: it is lost
+
+
 @dataclass(frozen=True)
 class Features:
     """Which rows of a batch are images, and what stands in their place."""
@@ -191,6 +203,7 @@ class Step:
     state: SlotState
     depth: int  # draft tokens wanted for the next round; 0: none, but the drafter still follows the text
     tenants: tuple[str | None, ...] = ()  # [B] whose requests they are; what one tenant says, no other may be shown
+    predictions: tuple[Prediction | None, ...] = ()  # [B] what each answer is expected to be
 
 
 @dataclass
@@ -206,6 +219,7 @@ class Hidden:
 class Draft:
     tokens: Tensor  # [B, K]
     count: Tensor  # [B]
+    predicted: Tensor | None = None  # [B] bool, whether it is from the request's own prediction; None: none is
 
 
 @dataclass

@@ -30,9 +30,10 @@ def serve(llm: LLM) -> Serve:
         access: Access | None = None,
         drain: float = 5.0,
         parsers: ParserNames | None = None,
+        other: LLM | None = None,
     ) -> Iterator[Running]:
         access = access or access_for("127.0.0.1")
-        application = Application(llm, "default", limits or Limits(), access, parsers)
+        application = Application(other or llm, "default", limits or Limits(), access, parsers)
         server = Server(application, "127.0.0.1", 0, drain)
         thread = threading.Thread(target=server.run)
         thread.start()

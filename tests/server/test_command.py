@@ -49,8 +49,10 @@ def test_serving_and_sigterm() -> None:
         assert process.stderr is not None
         said = process.stderr.read().decode()
         events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-        assert [event["event"] for event in events] == ["listening", "draining", "request", "ended"]
-        assert events[2]["completion_tokens"] == 150
+        assert [event["event"] for event in events] == ["parsers", "listening", "draining", "request", "ended"]
+        assert (events[0]["tools"], events[0]["reasoning"]) == (None, None)
+        assert "no marker" in events[0]["because"]["tools"]
+        assert events[3]["completion_tokens"] == 150
         assert "Hello" not in said
     finally:
         process.kill()

@@ -7,8 +7,10 @@ from itertools import count, pairwise
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, models
 
 from outrider.server.parsers import (
     Event,
@@ -21,12 +23,16 @@ from outrider.server.parsers import (
     ToolOptions,
     answer_parser,
     choose,
+    merged,
     reasoning_parsers,
     tool_parsers,
 )
 from outrider.server.parsers.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from outrider.server.parsers.harmony import HarmonyParser
+from outrider.tokenizer import Tokenizer
 
-FORMS = ("hermes", "llama3", "mistral", "deepseek")
+HARMONY_MARKS = HarmonyParser.marks()
+FORMS = ("hermes", "llama3", "mistral", "deepseek", "qwen3_coder", "harmony")
 MARKERS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 MARKERS += (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR, "<think>", "</think>", "[THINK]", "[/THINK]")
 
@@ -89,7 +95,7 @@ def parse(
     form: str | None, pieces: Iterable[str], reasoning: str | None = None, prompt: str = "", **options: Any
 ) -> Said:
     numbers = count()
-    options.setdefault("make_id", lambda: f"id{next(numbers)}")
+    options = {"make_id": lambda: f"id{next(numbers)}", "schemas": SCHEMAS, **options}
     parser = answer_parser(ParserNames(form, reasoning), prompt, ToolOptions(**options))
     said = Said()
     for piece in pieces:
@@ -170,7 +176,37 @@ EXAMPLES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     ("deepseek", deepseek_v31_call("function", "{}"), "", [("function", "{}")]),
     ("deepseek", f"{deepseek_v31_call('f', '{}')} and", " and", [("f", "{}")]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n</function>\n</tool_call>", "", [("f", "{}")]),
+    (
+        "qwen3_coder",
+        'a<tool_call>\n<function=f>\n<parameter=text>\n"x" < </b\n\n</parameter>\n<parameter=number>\n3\n</parameter>\n'
+        "</function>\n</tool_call> b",
+        "a b",
+        [("f", r'{"text": "\"x\" < </b\n", "number": 3}')],
+    ),
+    (
+        "qwen3_coder",
+        '<function=f><parameter=list>[1, "</p"]</parameter><parameter=list>no</parameter>'
+        "<parameter=é>\\</parameter></function>",
+        "",
+        [("f", r'{"list": [1, "</p"], "list": "no", "é": "\\"}')],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f></function></tool_call>\n<tool_call>\n<function=g-h></function>",
+        "\n",
+        [("f", "{}"), ("g-h", "{}")],
+    ),
 ]
+SCHEMAS = {
+    "f": {
+        "properties": {
+            "text": {"type": "string"},
+            "number": {"type": "integer"},
+            "list": {"anyOf": [{"type": "array"}, {"type": "string"}]},
+        }
+    }
+}
 # not calls: everything is text, exactly
 PLAIN = [
     "",
@@ -213,6 +249,8 @@ BROKEN = [
     ("mistral", '[TOOL_CALLS]f[ARGS]{"x": ', "", ("f", '{"x": ')),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x', "", ("f", '{"x')),
     ("deepseek", f"{CALLS_BEGIN}{CALL_BEGIN}f{SEPARATOR}{{", "", ("f", "{")),
+    ("qwen3_coder", "<tool_call><function=f><parameter=text>abc\n</par", "", ("f", '{"text": "abc\\n</par')),
+    ("qwen3_coder", "<function=f><parameter=number>1</parameter>\nso", "\nso", ("f", '{"number": 1')),
 ]
 THINKING = [  # text, prompt, expected reasoning, expected text
     ("<think>why\n</think>\n\nso", "", "why\n", "\n\nso"),
@@ -459,36 +497,142 @@ def test_ids() -> None:
     assert parse("hermes", [CALL], make_id=None).calls[0].id.startswith("call_")
 
 
-def test_parsers_are_chosen_by_the_template() -> None:
-    auto = ParserNames("auto", "auto")
-    assert choose(auto, "... <tool_call>\n ... <think>") == ParserNames("hermes", "think")
-    assert choose(auto, "... <|python_tag|>") == ParserNames("llama3", None)
-    assert choose(auto, "[TOOL_CALLS] [THINK]") == ParserNames("mistral", "mistral")
-    assert choose(auto, f"{CALLS_BEGIN} </think>", ["Qwen2ForCausalLM"]) == ParserNames("deepseek", "think")
-    assert choose(auto, "<tool_call>\n<function=f>") == ParserNames(None, None), "XML is another form"
-    assert choose(auto, "plain", ["Qwen3ForCausalLM"]) == ParserNames(None, None)
-    assert choose(ParserNames(), "<tool_call>") == ParserNames()
-    assert choose(ParserNames("llama3", None), "<tool_call>") == ParserNames("llama3", None)
+def checkpoint(template: str | None, *special: str) -> Tokenizer:
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}))
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return Tokenizer(backend, templates={} if template is None else {"default": template})
 
 
 @pytest.mark.parametrize(
-    ("architecture", "form"),
+    ("template", "special", "tools", "reasoning"),
     [
-        ("Qwen3MoeForCausalLM", "hermes"),
-        ("LlamaForCausalLM", "llama3"),
-        ("Mistral3ForConditionalGeneration", "mistral"),
-        ("DeepseekV3ForCausalLM", "deepseek"),
-        ("Gemma3ForCausalLM", None),
+        ("{{ tools }} <tool_call>\n ... <think>", (), "hermes", "think"),
+        ("... <|python_tag|>", (), "llama3", None),
+        ('Respond with {"name": function name, "parameters": ...', (), "llama3", None),
+        ("[TOOL_CALLS] [THINK]", (), "mistral", "mistral"),
+        (f"{CALLS_BEGIN} </think>", (), "deepseek", "think"),
+        ("<tool_call>\n<function=name>", (), "qwen3_coder", None),
+        ("{% if tools %}", ("[TOOL_CALLS]",), "mistral", None),  # only the vocabulary shows it
+        ("no word of them", ("[TOOL_CALLS]", "<think>"), None, None),
+        ("<tool_call>\n<arg_key>", (), None, None),  # a form that no parser reads
+        ("<tool_call> [TOOL_CALLS] [THINK] <think>", (), None, None),
+        (None, ("[TOOL_CALLS]",), None, None),
     ],
 )
-def test_without_a_template_the_architecture_decides(architecture: str, form: str | None) -> None:
-    assert choose(ParserNames("auto", "auto"), None, [architecture]) == ParserNames(form, None)
+def test_parsers_are_chosen_by_the_checkpoint(
+    template: str | None, special: tuple[str, ...], tools: str | None, reasoning: str | None
+) -> None:
+    chosen = choose(ParserNames("auto", "auto"), checkpoint(template, *special))
+    assert (chosen[0].name, chosen[1].name) == (tools, reasoning)
+    assert all(choice.reason for choice in chosen)
+    assert [choice.name for choice in choose(ParserNames(None, "none"), checkpoint(template))] == [None, None]
+    assert [choice.name for choice in choose(ParserNames("llama3", "think"), checkpoint(template))] == [
+        "llama3",
+        "think",
+    ]
+
+
+def test_tools_may_have_a_template_of_their_own() -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}))
+    tokenizer = Tokenizer(backend, templates={"default": "<think>", "tool_use": "[TOOL_CALLS]"})
+    tools, reasoning = choose(ParserNames("auto", "auto"), tokenizer)
+    assert (tools.name, reasoning.name) == ("mistral", "think")
+    assert "[TOOL_CALLS]" in tools.reason
 
 
 def test_refusals_name_the_choices() -> None:
-    with pytest.raises(ValueError, match="hermes, mistral"):
-        choose(ParserNames("auto"), "<tool_call> [TOOL_CALLS]")
+    ambiguous, _ = choose(ParserNames("auto"), checkpoint("<tool_call> [TOOL_CALLS]"))
+    assert "hermes, mistral" in ambiguous.reason
     with pytest.raises(ValueError, match=r"unknown tool parser 'nosuch'; known: .*hermes"):
         choose(ParserNames("nosuch"), None)
     with pytest.raises(ValueError, match="unknown reasoning parser"):
         choose(ParserNames(reasoning="nosuch"), None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(SOURCES), st.lists(st.integers(0, 10**6), max_size=12))
+def test_merged_events_are_those_of_the_whole_text(source: tuple[str, str], places: list[int]) -> None:
+    def events(pieces: Iterable[str]) -> list[Event]:
+        parser = answer_parser(ParserNames(source[0], "think"), "", ToolOptions(make_id=lambda: "id"))
+        return merged([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
+
+    whole = "<think>why</think>" + source[1]
+    assert events(cut(whole, places)) == events([whole])
+
+
+def test_reasoning_ends_with_the_last_character_of_its_marker() -> None:
+    parser = answer_parser(ParserNames(None, "think"))
+    states = [(parser.feed(character), parser.thinks)[1] for character in "<think>a</think>b"]
+    assert states == [False] * 6 + [True] * 9 + [False] * 2
+
+
+HEAD = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+HARMONY = [  # text, expected order of reasoning, text and calls, arguments
+    ("<|channel|>final<|message|>Hi.", [("text", "Hi.")], []),
+    (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Hi.<|return|>",
+        [("reasoning", "hm"), ("text", "Hi.")],
+        [],
+    ),
+    (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant" + HEAD + '{"x": 1}<|call|>',
+        [("reasoning", "hm"), ("call 0", "f")],
+        ['{"x": 1}'],
+    ),
+    (
+        "<|channel|>commentary<|message|>First.<|end|><|start|>assistant to=functions.g"
+        + "<|channel|>commentary json<|message|>{}<|call|><|start|>assistant"
+        + HEAD
+        + '{"y": "<|end"}',
+        [("text", "First."), ("call 0", "g"), ("call 1", "f")],
+        ["{}", '{"y": "<|end"}'],
+    ),
+    (
+        "<|channel|>analysis<|message|>a<|start|>assistant<|channel|>analysis<|message|>b<|end|>",
+        [("reasoning", "ab")],
+        [],
+    ),
+    ("<|channel|>analysis<|message|>never clo", [("reasoning", "never clo")], []),
+    ("plain", [("text", "plain")], []),
+    ("<|channel|>final", [("text", "<|channel|>final")], []),
+]
+
+
+@pytest.mark.parametrize(("text", "order", "arguments"), HARMONY)
+def test_harmony(text: str, order: list[tuple[str, str]], arguments: list[str]) -> None:
+    for pieces in ([text], list(text), cut(text, range(0, len(text), 7))):
+        said = parse("harmony", pieces, "harmony")
+        assert said.order == order
+        assert [call.arguments for call in said.calls] == arguments
+        assert all(call.closed for call in said.calls)
+
+
+def test_harmony_counts_what_is_analysis() -> None:
+    parser = answer_parser(ParserNames("harmony", "harmony"))
+    pieces = [
+        "<|channel|>",
+        "analysis",
+        "<|message|>",
+        "hm",
+        "<|end|>",
+        "<|start|>",
+        "assistant",
+        "<|channel|>",
+        "final",
+    ]
+    states = [(parser.feed(piece), parser.thinks)[1] for piece in [*pieces, "<|message|>", "so"]]
+    assert states == [False, False, True, True] + [False] * 7
+    assert choose(ParserNames("auto", "auto"), checkpoint("<|channel|>"))[1].name == "harmony"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from([*HARMONY_MARKS, "analysis", "final", " to=functions.f", "{}", "a", " "]), max_size=14),
+    st.data(),
+)
+def test_harmony_cut_anywhere(fragments: list[str], data: st.DataObject) -> None:
+    text = "".join(fragments)
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
+    whole = parse("harmony", [text], "harmony")
+    assert parse("harmony", cut(text, places), "harmony") == whole
+    whole.short  # noqa: B018  (every call was ended)

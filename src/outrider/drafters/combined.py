@@ -87,10 +87,14 @@ class Combined(Drafter):
         return self._first(heard, self.last.propose(step, hidden, verdict), least)
 
     def _first(self, first: Draft, second: Draft, least: int) -> Draft:
-        """For each request the first of two drafts, if it is long enough or the longer one."""
+        """For each request the first of two drafts, if it is long enough, the longer one, or of a prediction."""
         keep = (first.count >= least) | (first.count >= second.count)  # [B]
+        if first.predicted is not None:
+            keep = keep | first.predicted
         tokens = torch.where(keep[:, None], self._wide(first.tokens), self._wide(second.tokens))
-        return Draft(tokens, torch.where(keep, first.count, second.count))
+        # predictions go before all others: where one is heard, nothing that comes later is
+        predicted = first.predicted if first.predicted is not None else second.predicted
+        return Draft(tokens, torch.where(keep, first.count, second.count), predicted)
 
     def _wide(self, tokens: Tensor) -> Tensor:
         return F.pad(tokens, (0, self.lookahead - tokens.shape[1]))
@@ -124,7 +128,10 @@ class Combined(Drafter):
 def _nobody_is_left(heard: Draft, step: Step, least: int) -> bool:
     """Whether every request has its draft already: asked only where the answer is at hand, without waiting for a
     device."""
-    return heard.count.device.type == "cpu" and bool(((heard.count >= least) | ~step.emits).all())
+    if heard.count.device.type != "cpu":
+        return False
+    done = (heard.count >= least) | ~step.emits
+    return bool((done if heard.predicted is None else done | heard.predicted).all())
 
 
 @drafters.derive

@@ -20,6 +20,7 @@ from outrider.engine.runner import Runner
 from outrider.engine.sampler import Masks, sample
 from outrider.engine.scheduler import Limits, Scheduler, Work
 from outrider.engine.verify import verify
+from outrider.engine.watchdog import Watchdog
 from outrider.models.base import Target
 from outrider.sampling_params import Guided
 from outrider.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.predicting: Drafter | None = None  # in steps with requests that bring a prediction
         self.lookahead = drafter.lookahead if drafter is not None else 0
         self.taps = drafter.taps if drafter is not None else ()
         self.max_model_len = budget.max_model_len
@@ -67,12 +69,13 @@ class Engine:
         )
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages))
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
+        self.watchdog = _watchdog(config, drafter)
 
-    def guide(self, guided: Guided) -> Guide:
+    def guide(self, guided: Guided, prompt: Sequence[int] = ()) -> Guide:
         """What a guided request needs; a ValueError where it asks for what cannot be had."""
         if self._grammars is None:
             self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.end_ids)
-        return self._grammars.guide(guided)
+        return self._grammars.guide(guided, prompt)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -122,7 +125,7 @@ class Engine:
 
     def _depth(self, plan: Sequence[Work]) -> int:
         """How many tokens to draft: as many as the request that wants most, none while nobody is decoding."""
-        wanted = [work.request.params.num_speculative_tokens for work in plan if work.emits]
+        wanted = [work.request.most_drafts() for work in plan if work.emits]
         return max((self.lookahead if want is None else min(want, self.lookahead) for want in wanted), default=0)
 
     def _choose(self, plan: Sequence[Work], step: Step, hidden: Hidden) -> tuple[Tensor | None, Tensor]:
@@ -147,9 +150,11 @@ class Engine:
         return Masks(torch.tensor(rows, device=device), torch.stack(bits).to(device)) if rows else None
 
     def _draft(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft | None:
-        if self.drafter is None:
+        predictions = any(prediction is not None for prediction in step.predictions)
+        drafter = self.predicting if predictions else self.drafter
+        if drafter is None:
             return None
-        draft = self.drafter.propose(step, hidden, verdict)
+        draft = drafter.propose(step, hidden, verdict)
         self.cache.keep_draft(step.batch.slots, draft)
         return draft
 
@@ -162,6 +167,9 @@ class Engine:
             columns = [draft.count[:, None], *columns, draft.tokens]
         else:
             columns = [torch.zeros_like(columns[0]), *columns]
+        predicted = draft.predicted if draft is not None else None
+        if predicted is not None:
+            columns.append(predicted[:, None].long())
         judged = verdict.tokens.shape[1]
         for number, (work, row) in enumerate(zip(plan, torch.cat(columns, dim=1).tolist(), strict=True)):
             num_drafts, count, kept = row[:3]
@@ -172,10 +180,12 @@ class Engine:
                 rows = logits.view(len(plan), judged, -1)[number, :taken]
                 wanted = work.request.params.logprobs
                 work.request.logprobs += logprob_table(rows, tokens[:taken], wanted, self.tokenizer)
+            work.request.draft_is_predicted = predicted is not None and bool(row[-1])
             self.scheduler.update(work.request, kept, num_drafts)
             if work.request.finished:
                 self._learn(work.request)
             work.request.draft = drafted
+        self._heal(plan)
         return [work.request for work in plan if work.emits]
 
     def _learn(self, request: Request) -> None:
@@ -194,9 +204,28 @@ class Engine:
         if is_round and taken:
             accepted = min(len(tokens) - 1, taken)
             request.count_round(work.num_drafts, accepted)
+            self._watch(work, accepted)
             if request.params.trace:
                 request.trace.append({"draft": request.draft[: work.num_drafts], "accepted": accepted})
         return taken
+
+    def _watch(self, work: Work, accepted: int) -> None:
+        """Tells the watchdog of a round. What a client predicts says nothing about the drafter."""
+        request = work.request
+        if self.watchdog is None or (work.num_drafts and request.draft_is_predicted):
+            return
+        if work.num_drafts:
+            made = (work.num_drafts, accepted)
+            self.watchdog.drafted_round(request.standing, request.request_id, len(request.tokens), made)
+        else:
+            self.watchdog.plain_round(request.standing)
+
+    def _heal(self, plan: Sequence[Work]) -> None:
+        """Requests whose memory seems to be spoilt start over from the tokens that they have."""
+        for work in reversed(plan):  # each goes to the head of the queue
+            if work.request.standing.needs_rebuild and not work.request.finished:
+                work.request.standing.needs_rebuild = False
+                self.scheduler.restart(work.request)
 
     def _prompt_logprobs(self, plan: Sequence[Work], step: Step, hidden: Hidden) -> None:
         """Log-probabilities of prompt tokens, for the rows of those requests that asked."""
@@ -215,3 +244,11 @@ class Engine:
                     logits = self.target.logits(rows[part : part + 64])
                     request.prompt_logprobs += logprob_table(logits, known[part : part + 64], wanted, self.tokenizer)
             begin += work.num_rows
+
+
+def _watchdog(config: EngineConfig, drafter: Drafter | None) -> Watchdog | None:
+    """A drafter that was forced is used however bad it is; one that reads tokens only has nothing to compute again."""
+    if config.watchdog is None or drafter is None:
+        return None
+    forced = config.speculative is not None and config.speculative.force
+    return Watchdog(config.watchdog, acts=not forced, rebuilds=not drafter.from_text)

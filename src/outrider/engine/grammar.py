@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.engine.grammar_limits import MAX_GRAMMAR_LEN, check_grammar, check_regex, schema_text
+from outrider.engine.grammar_limits import MAX_GRAMMAR_LEN, check_grammar, check_regex, schema_text, tag_text
+from outrider.engine.vocabulary import Vocabulary, begun_of, is_past
 from outrider.sampling_params import Guided
 from outrider.tokenizer import Tokenizer
 
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
     import xgrammar
 
 MAX_CHOICES = 2**10
-MAX_AFTER_LEN = 2**10
+MAX_MARKER_LEN = 2**8
+PROMPT_TAIL = 16  # tokens at the end of a prompt that show whether it has opened what is free
 MAX_WHITESPACE = 24  # characters between two parts of a JSON text: some models never stop otherwise
 CACHE_BYTES = 2**26
 
@@ -38,7 +41,8 @@ class Grammars:
         if not end_ids:
             raise ValueError("guided needs a token that ends a text, and this model names none: leave guided out")
         _xgrammar()  # or an error that says how to get it
-        self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, end_ids
+        self._tokenizer, self._end_ids = tokenizer, end_ids
+        self._vocabulary = Vocabulary(tokenizer, vocab_size, end_ids)
         # special tokens are no text, and so never part of an answer; the head may be wider than the vocabulary
         silent = {id for id in range(vocab_size) if tokenizer.is_silent(id, skip_special_tokens=True)}
         self._silent = frozenset(silent - end_ids)
@@ -49,32 +53,54 @@ class Grammars:
 
     @cached_property
     def _for_json(self) -> _Compiler:
-        """Without tokens that hold control characters: JSON needs none but line ends, and xgrammar, where a string's
-        length is bounded, would allow them in it."""
-        control = bytes(set(range(32)) - set(b"\n\r"))
-        spelt = {id: self._tokenizer.token_bytes(id) for id in range(self._vocab_size)}
-        return self._compiler(self._silent | {id for id, text in spelt.items() if set(text) & set(control)})
+        return self._compiler(self._silent | self._control)
 
-    def _compiler(self, barred: frozenset[int]) -> _Compiler:
-        xgrammar, tokenizer = _xgrammar(), self._tokenizer
-        left_out = barred | self._end_ids
-        vocabulary = [b"" if id in left_out else tokenizer.token_bytes(id) for id in range(self._vocab_size)]
-        info = xgrammar.TokenizerInfo(
-            vocabulary, xgrammar.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=sorted(self._end_ids)
-        )
+    @cached_property
+    def _for_tags(self) -> _Compiler:
+        """Structural tags may ask for special tokens by their ids. These are spelt as bytes that no text has."""
+        unused = {id for id in self._silent if self._tokenizer.is_silent(id, skip_special_tokens=False)}
+        return self._compiler(self._control | unused, self._silent - unused)
+
+    @cached_property
+    def _control(self) -> frozenset[int]:
+        """Tokens that hold control characters: JSON needs none but line ends, and xgrammar, where a string's length is
+        bounded, would allow them in it."""
+        control = set(range(32)) - set(b"\n\r")
+        return frozenset(id for id, text in enumerate(self._vocabulary.spelt) if set(text) & control)
+
+    def _compiler(self, barred: frozenset[int], special: frozenset[int] = frozenset()) -> _Compiler:
+        xgrammar, size = _xgrammar(), self._vocabulary.size
+        vocabulary = list(self._vocabulary.spelt)
+        for id in special:
+            vocabulary[id] = b"\xff%d" % id
+        for id in barred | self._end_ids:
+            vocabulary[id] = b""
+        ends = sorted(self._end_ids)
+        info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=ends)
         return _Compiler(xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=CACHE_BYTES), barred)
 
-    def guide(self, guided: Guided) -> Guide:
-        if len(guided.after or "") > MAX_AFTER_LEN:
-            raise ValueError(f"guided: after has more than {MAX_AFTER_LEN} characters; shorten it")
+    def guide(self, guided: Guided, prompt: Sequence[int] = ()) -> Guide:
+        """For one answer to a prompt, whose end may have opened the part that is free."""
+        if max(len(guided.after or ""), len(guided.opening or "")) > MAX_MARKER_LEN:
+            raise ValueError(f"guided: after or opening has more than {MAX_MARKER_LEN} characters; shorten it")
         is_json = guided.json_object or guided.json_schema is not None
-        compiler, barred = self._for_json if is_json else self._for_text
+        is_tag = guided.structural_tag is not None
+        compiler, barred = self._for_tags if is_tag else self._for_json if is_json else self._for_text
         matcher = _xgrammar().GrammarMatcher(self._compile(guided, compiler))
-        num_words = -(-self._vocab_size // 32)
-        guide = Guide(matcher, guided.after, self._tokenizer, self._end_ids, barred, num_words)
+        guide = Guide(matcher, self._vocabulary, barred, self._freedom(guided, prompt))
         if guide.is_stuck:
             raise ValueError(f"guided: nothing this model can write satisfies the {guided.kind}; correct it")
         return guide
+
+    def _freedom(self, guided: Guided, prompt: Sequence[int]) -> Freedom | None:
+        if guided.after is None:
+            return None
+        if guided.opening is None:
+            return Freedom(guided.after.encode())
+        tail = self._tokenizer.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False).rstrip()
+        if tail.endswith(guided.after):  # opened and closed, as where reasoning is switched off
+            return None
+        return Freedom(guided.after.encode(), None if tail.endswith(guided.opening) else guided.opening.encode())
 
     def _compile(self, guided: Guided, compiler: xgrammar.GrammarCompiler) -> xgrammar.CompiledGrammar:
         try:
@@ -88,6 +114,8 @@ class Grammars:
                 return compiler.compile_regex(guided.regex)
             if guided.choice is not None:
                 return compiler.compile_grammar(choice_grammar(guided.choice))
+            if guided.structural_tag is not None:
+                return compiler.compile_structural_tag(tag_text(guided.structural_tag, MAX_WHITESPACE))
             assert guided.grammar is not None
             check_grammar(guided.grammar)
             return compiler.compile_grammar(guided.grammar)
@@ -96,53 +124,97 @@ class Grammars:
             raise ValueError(f"guided: the {guided.kind} cannot be used ({reason}); correct it") from error
 
 
+@dataclass(frozen=True)
+class Freedom:
+    """Text before the grammar that may be anything, up to a marker."""
+
+    closing: bytes
+    opening: bytes | None = None  # only where the answer begins with this; None: in any case
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an answer stands; a draft is tried from here, and taken back to here."""
+
+    free: bytes | None = None  # how much of the closing marker is there; None: bound by the grammar
+    begun: bytes | None = None  # text that may yet become the opening marker; None: it is known
+    pending: tuple[int, ...] = ()  # its tokens
+    num_matched: int = 0  # tokens that the matcher has taken
+
+
 class Guide:
     """Where one answer stands in its grammar."""
 
     def __init__(
         self,
         matcher: xgrammar.GrammarMatcher,
-        after: str | None,
-        tokenizer: Tokenizer,
-        end_ids: frozenset[int],
+        vocabulary: Vocabulary,
         barred: frozenset[int],  # ids that no answer may hold
-        num_words: int,  # 32 ids each
+        freedom: Freedom | None = None,
     ) -> None:
-        self._matcher, self._tokenizer, self._num_words = matcher, tokenizer, num_words
-        self._end_ids, self._barred = end_ids, barred
-        self._marker = after.encode() if after is not None else b""
-        # the end of the text so far, as long as the answer is free; None once the grammar has begun
-        self._free: bytes | None = b"" if after is not None else None
-        self._num_matched = 0  # tokens that the matcher has taken
+        self._matcher, self._vocabulary, self._barred = matcher, vocabulary, barred
+        self._closing = freedom.closing if freedom is not None else b""
+        self._opening = (freedom.opening if freedom is not None else None) or b""
+        if freedom is None:
+            self._place = _Place()
+        else:
+            self._place = _Place(free=b"") if freedom.opening is None else _Place(begun=b"")
 
     def accept(self, token: int) -> bool:
         """Takes the next token of the answer; false, and nothing happens, where the grammar forbids it."""
-        if self._free is not None:
-            text = self._free + self._tokenizer.token_bytes(token)
-            keep = len(self._marker) - 1
-            self._free = None if self._marker in text else text[-keep:] if keep else b""
+        if self._place.free is not None:
+            return self._accept_free(self._place.free + self._vocabulary.spelt[token])
+        if self._place.begun is not None:
+            return self._accept_undecided(token, self._place.begun + self._vocabulary.spelt[token])
+        return self._accept_bound(token)
+
+    def _accept_free(self, text: bytes) -> bool:
+        if is_past(text, self._closing):  # what follows the marker would be bound by nothing
+            return False
+        free = None if self._closing in text else begun_of(text, self._closing)
+        self._place = _Place(free=free, num_matched=self._place.num_matched)
+        return True
+
+    def _accept_undecided(self, token: int, text: bytes) -> bool:
+        """While the text may be the opening marker or not, the matcher waits."""
+        place = self._place
+        if token not in self._vocabulary.end_ids and text.startswith(self._opening):
+            return self._accept_free(text[len(self._opening) :])
+        if token not in self._vocabulary.end_ids and self._opening.startswith(text):
+            self._place = replace(place, begun=text, pending=(*place.pending, token))
             return True
+        self._place = replace(place, begun=None, pending=())
+        if all(self._accept_bound(each) for each in (*place.pending, token)):
+            return True
+        self._go_back(place)
+        return False
+
+    def _accept_bound(self, token: int) -> bool:
         if token in self._barred:  # xgrammar would refuse it too, but not without a warning
             return False
         if not self._matcher.is_terminated() and self._matcher.accept_token(token):
-            self._num_matched += 1
+            self._place = replace(self._place, num_matched=self._place.num_matched + 1)
             return True
-        return token in self._end_ids and self.is_stuck
+        return token in self._vocabulary.end_ids and self.is_stuck
+
+    def _go_back(self, place: _Place) -> None:
+        if self._place.num_matched > place.num_matched:
+            self._matcher.rollback(self._place.num_matched - place.num_matched)
+        self._place = place
 
     def masks(self, draft: Sequence[int]) -> list[tuple[int, Tensor]]:
         """What is allowed after row 0 (the committed text), and after each token of a draft: (row, bits).
 
         Left out are rows where all is allowed, and those after a draft token that is forbidden: it will be rejected."""
-        free, num_matched = self._free, self._num_matched
+        place = self._place
         found: list[tuple[int, Tensor]] = []
         for row in range(len(draft) + 1):
             if row and not self.accept(draft[row - 1]):
                 break
-            if self._free is None:
-                found.append((row, self._mask()))
-        if self._num_matched > num_matched:
-            self._matcher.rollback(self._num_matched - num_matched)
-        self._free, self._num_matched = free, num_matched
+            bits = self._mask()
+            if bits is not None:
+                found.append((row, bits))
+        self._go_back(place)
         return found
 
     @property
@@ -150,21 +222,29 @@ class Guide:
         """Whether nothing more can come: the grammar has ended, or allows nothing this vocabulary can write."""
         return self._matcher.is_terminated() or not self._next().any()
 
-    def _mask(self) -> Tensor:
-        bits = self._next() if not self._matcher.is_terminated() else torch.zeros(self._num_words, dtype=torch.int32)
-        return bits if bits.any() else self._ends()
+    def _mask(self) -> Tensor | None:
+        """None: all is allowed."""
+        place = self._place
+        if place.free is not None:
+            return self._vocabulary.within(place.free, self._closing)
+        if place.begun is None:
+            return self._bound_mask()
+        bits = self._vocabulary.opening(self._opening[len(place.begun) :], self._closing)
+        self._place = replace(place, begun=None, pending=())
+        if all(self._accept_bound(each) for each in place.pending):
+            bits = bits | self._bound_mask()
+        self._go_back(place)
+        return bits
+
+    def _bound_mask(self) -> Tensor:
+        ended = self._matcher.is_terminated()
+        bits = None if ended else self._next()
+        return bits if bits is not None and bits.any() else self._vocabulary.ends
 
     def _next(self) -> Tensor:
-        bits = torch.empty(1, self._num_words, dtype=torch.int32)
+        bits = torch.empty(1, self._vocabulary.num_words, dtype=torch.int32)
         self._matcher.fill_next_token_bitmask(bits)
         return bits[0]
-
-    def _ends(self) -> Tensor:
-        """End tokens only."""
-        allowed = torch.zeros(self._num_words * 32, dtype=torch.int64)
-        allowed[sorted(self._end_ids)] = 1
-        words = (allowed.view(-1, 32) << torch.arange(32)).sum(1)
-        return words.to(torch.int32)  # wraps around: the highest bit is the sign
 
 
 def choice_grammar(choices: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_SCHEMA_LEN = 2**16  # characters
+MAX_XML_SCHEMA_LEN = 2**14  # these take four times as long to compile
 MAX_SCHEMA_DEPTH = 64
 MAX_GRAMMAR_LEN = 2**15
 MAX_REGEX_LEN = 2**10
@@ -35,6 +36,9 @@ _ABOUT = {
 _SCHEMA_KEYS = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties")
 _LIST_KEYS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAP_KEYS = ("properties", "$defs", "definitions")
+_NOTES = ("description", "title", "examples", "default", "$comment", "$schema")  # for readers; they bind nothing
+_TAG_TEXTS = {"const_string": ("value",), "tag": ("begin", "end"), "tags_with_separator": ("separator",)}
+_TAG_PARTS = {"sequence": "elements", "or": "elements", "tags_with_separator": "tags", "tag": "content"}
 
 
 def schema_text(schema: Mapping[str, Any] | str) -> str:
@@ -46,13 +50,63 @@ def schema_text(schema: Mapping[str, Any] | str) -> str:
         read = json.loads(text)
         if not isinstance(read, dict):
             raise ValueError("it must be a JSON object")
-        settled = json.dumps(_settled(read, 0))
-        counts = re.findall(r'"(?:min|max)(?:Length|Items|Properties)": (\d+)', settled)
-        if sum(map(int, counts)) > MAX_TOTAL_REPEATS:
-            raise ValueError(f"its lengths and counts are more than {MAX_TOTAL_REPEATS} in all")
-        return settled
+        return _bounded(json.dumps(_settled(read, 0)))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"guided: the json_schema cannot be used ({error}); correct it") from error
+
+
+def tag_text(tag: Mapping[str, Any], max_whitespace: int) -> str:
+    """A structural tag's format as xgrammar takes it: schemas settled, and of the kinds those that bind all they match
+    (no free text). All of it together may be as large as one schema."""
+    try:
+        return _bounded(json.dumps({"type": "structural_tag", "format": _settled_tag(tag, max_whitespace, 0)}))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"guided: the structural_tag cannot be used ({error}); correct it") from error
+
+
+def _settled_tag(tag: Any, max_whitespace: int, depth: int) -> Any:
+    if depth > MAX_SCHEMA_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_SCHEMA_DEPTH} deep")
+    if not isinstance(tag, Mapping):
+        raise ValueError(f"a part of it must be an object, not {tag!r}")
+    kind = tag.get("type")
+    if kind == "json_schema":
+        return _settled_schema_tag(tag, max_whitespace)
+    if kind == "token" and isinstance(tag.get("token"), int):
+        return dict(tag)
+    if kind not in _TAG_TEXTS and kind not in _TAG_PARTS:
+        raise ValueError(f"{kind!r} is not supported")
+    settled = dict(tag)
+    for key in _TAG_TEXTS.get(kind, ()):
+        if isinstance(tag.get(key), Mapping):  # a token
+            settled[key] = _settled_tag(tag[key], max_whitespace, depth + 1)
+        elif not isinstance(tag.get(key), str) or "\0" in tag[key]:
+            raise ValueError(f"{key} must be text without zero characters")
+    if kind in _TAG_PARTS:
+        parts = tag.get(_TAG_PARTS[kind])
+        if isinstance(parts, list):
+            settled[_TAG_PARTS[kind]] = [_settled_tag(part, max_whitespace, depth + 1) for part in parts]
+        else:
+            settled[_TAG_PARTS[kind]] = _settled_tag(parts, max_whitespace, depth + 1)
+    return settled
+
+
+def _settled_schema_tag(tag: Mapping[str, Any], max_whitespace: int) -> dict[str, Any]:
+    style, schema = tag.get("style", "json"), _settled(tag.get("json_schema"), 0)
+    if style not in ("json", "qwen_xml"):
+        raise ValueError(f"the style {style!r} is not supported")
+    if style != "json" and len(json.dumps(schema)) > MAX_XML_SCHEMA_LEN:
+        raise ValueError(f"a schema for XML has more than {MAX_XML_SCHEMA_LEN} characters")
+    return {"type": "json_schema", "style": style, "json_schema": schema, "max_whitespace_cnt": max_whitespace}
+
+
+def _bounded(settled: str) -> str:
+    if len(settled) > MAX_SCHEMA_LEN:
+        raise ValueError(f"it has {len(settled)} characters; at most {MAX_SCHEMA_LEN} are taken")
+    counts = re.findall(r'"(?:min|max)(?:Length|Items|Properties)": (\d+)', settled)
+    if sum(map(int, counts)) > MAX_TOTAL_REPEATS:
+        raise ValueError(f"its lengths and counts are more than {MAX_TOTAL_REPEATS} in all")
+    return settled
 
 
 def _settled(schema: Any, depth: int) -> Any:
@@ -62,7 +116,7 @@ def _settled(schema: Any, depth: int) -> Any:
     if not isinstance(schema, dict):  # true, false, or something that xgrammar will refuse
         return schema
     _check_schema(schema)
-    settled = dict(schema)
+    settled = {key: value for key, value in schema.items() if key not in _NOTES}
     for key in _SCHEMA_KEYS:
         if key in schema:
             settled[key] = _settled(schema[key], depth + 1)

@@ -85,6 +85,11 @@ class PagePool:
             if self._references[page] == 0:
                 self._free[page] = None
 
+    def forget(self, pages: Sequence[int]) -> None:
+        """Nobody will find these pages again; those who use them go on doing so."""
+        for page in pages:
+            self._forget(page)
+
     def check(self) -> None:
         """Raises if the books do not balance; cheap enough for tests after every step."""
         for page in range(1, self.num_pages):

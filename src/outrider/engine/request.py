@@ -8,9 +8,10 @@ from enum import Enum
 from typing import Any
 
 from outrider.engine.grammar import Guide
+from outrider.engine.watchdog import Standing
 from outrider.sampling_params import SamplingParams, Speculation
 from outrider.tokenizer import Detokenizer, StopChecker, Tokenizer
-from outrider.types import Images
+from outrider.types import Images, Prediction
 
 
 class Status(Enum):
@@ -30,15 +31,20 @@ class TextStream:
     """Tokens in, text out: settles characters, watches for stop strings."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            shown_ids=params.shown_special_ids,
+            prompt_ids=prompt,
+        )
         self._stops = StopChecker(list(params.stop_strings), include_stop=params.include_stop_str_in_output)
         self.text = ""
 
     def add(self, token: int, *, may_stop: bool) -> str | None:
         """The stop string that this token completes, if any."""
         piece = self._detokenizer.add(token)
-        if not may_stop:  # under min_tokens a stop string is ordinary text
-            self.text += piece
+        if not may_stop:  # under min_tokens a stop string is ordinary text, and so is what may have begun one
+            self.text += self._stops.finish() + piece
             return None
         shown, stop = self._stops.add(piece)
         self.text += shown
@@ -61,6 +67,7 @@ class Request:
     text: TextStream | None = None
     bad_words: list[list[int]] = field(default_factory=list)
     guide: Guide | None = None  # where the answer stands in its grammar
+    prediction: Prediction | None = None  # what the answer is expected to be
     images: Images | None = None
     unsplit: tuple[tuple[int, int], ...] = ()  # parts of the prompt (begin, end) that must be run in one pass
     # where it stands
@@ -74,7 +81,10 @@ class Request:
     num_placed: int = 0  # pages that the device's page table knows
     num_drafts: int = 0  # draft tokens waiting to be verified
     draft: list[int] = field(default_factory=list)  # which
+    draft_is_predicted: bool = False  # it is from the prediction
     num_preemptions: int = 0
+    starts_afresh: bool = False  # when it is admitted again, it reuses nothing
+    standing: Standing = field(default_factory=Standing)  # with the watchdog
     # what came out
     draft_positions: list[int] = field(default_factory=list)  # of each output: its place in the draft, 0: no draft's
     text_ends: list[int] = field(default_factory=list)  # of each output: length of the text once it was added
@@ -86,6 +96,8 @@ class Request:
     rounds: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    num_predicted: int = 0  # draft tokens from the prediction
+    num_predicted_accepted: int = 0
     error: str | None = None
 
     def __post_init__(self) -> None:
@@ -132,7 +144,13 @@ class Request:
             accepted=sum(self.accepted_at),
             drafted_at=tuple(self.drafted_at),
             accepted_at=tuple(self.accepted_at),
+            predicted=self.num_predicted,
+            accepted_predicted=self.num_predicted_accepted,
         )
+
+    def most_drafts(self, *, predicted: bool = False) -> int | None:
+        """How many tokens of a draft are wanted, be it the drafter's or from the prediction; None: all of them."""
+        return 0 if self.standing.is_resting and not predicted else self.params.num_speculative_tokens
 
     def remaining(self, max_model_len: int) -> int:
         """How many more tokens may come."""
@@ -145,7 +163,7 @@ class Request:
         self.tokens.append(token)
         self.draft_positions.append(draft_position)
         may_stop = self.num_outputs >= self.params.min_tokens
-        stop = self.text.add(token, may_stop=may_stop and token not in self.end_ids) if self.text else None
+        stop = self._add_text(token, may_stop)
         if not fits:  # no mask allows it: the target's logits were no numbers
             self.error = f"token {token} is against the grammar"
             self.finish("error")
@@ -158,6 +176,16 @@ class Request:
         elif self.remaining(max_model_len) <= 0:
             self.finish("length")
         self.text_ends.append(len(self.text.text) if self.text is not None else 0)
+
+    def _add_text(self, token: int, may_stop: bool) -> str | None:
+        """The stop string that a token completes. One that ends the answer is like a stop string itself: it is part
+        of the text only where that was asked for, and what was held back before it comes first."""
+        if self.text is None:
+            return None
+        ends = may_stop and (token in self.end_ids or token in self.params.stop_token_ids)
+        if ends and not self.params.include_stop_str_in_output:
+            return None
+        return self.text.add(token, may_stop=may_stop and not ends)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.status = Status.FINISHED
@@ -173,3 +201,6 @@ class Request:
         for position in range(num_drafts):
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < accepted
+        if self.draft_is_predicted:
+            self.num_predicted += num_drafts
+            self.num_predicted_accepted += accepted

@@ -71,6 +71,7 @@ class Runner:
             state=state,
             depth=depth,
             tenants=tuple(work.request.params.tenant for work in plan),
+            predictions=tuple(work.request.prediction for work in plan),
         )
 
     def _tensor(self, values: list[int]) -> Tensor:

@@ -79,12 +79,13 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         budget = self.limits.max_num_batched_tokens
         plan: list[Work] = []
-        for request in sorted(self.running, key=lambda r: r.num_computed < len(r.tokens) - 1):  # decoding first
+        ordered = sorted(self.running, key=lambda r: r.num_computed < len(r.tokens) - 1)  # decoding first
+        for number, request in enumerate(ordered):
             if budget <= 0:
                 break
             if request.status is not Status.RUNNING:  # preempted for an older one just now
                 continue
-            work = self._work(request, budget)
+            work = self._work(request, budget, len(ordered) - number)
             if self._reserve(request, work, plan):
                 plan.append(work)
                 budget -= work.num_rows
@@ -99,10 +100,13 @@ class Scheduler:
         assert plan or not self.has_work or self.waiting, "running requests that cannot run"
         return plan
 
-    def _work(self, request: Request, budget: int) -> Work:
+    def _work(self, request: Request, budget: int, num_left: int) -> Work:
+        """Of its draft only its share, so that the `num_left` requests from this one on can all move: some drafts are
+        longer than the drafter's."""
         start = request.num_computed
         pending = len(request.tokens) - start
         num_drafts = min(request.num_drafts, request.remaining(self.limits.max_model_len) - 1) if pending == 1 else 0
+        num_drafts = min(num_drafts, max(self.limits.lookahead, budget // num_left - 1))
         num_rows = request.whole(start, min(pending + max(num_drafts, 0), budget))
         num_drafts = max(num_rows - pending, 0)
         return Work(request, start, num_rows, num_drafts, emits=num_rows >= pending)
@@ -134,7 +138,7 @@ class Scheduler:
         self.waiting.popleft()
         request.status, request.slot = Status.RUNNING, self._free_slots.pop()
         request.pages, request.page_names = reused + fresh, names[: len(reused)]
-        request.num_computed = start
+        request.num_computed, request.starts_afresh = start, False
         if not request.num_preemptions:
             request.num_cached = start
             self.stats.queried += len(request.prompt)
@@ -146,7 +150,7 @@ class Scheduler:
     def _reusable(self, request: Request) -> list[bytes]:
         """Names of the pages it could reuse. The last token must be run for its logits; so must a prompt whose
         log-probabilities are wanted."""
-        if not self.limits.prefix_caching or request.params.prompt_logprobs is not None:
+        if not self.limits.prefix_caching or request.params.prompt_logprobs is not None or request.starts_afresh:
             return []
         names = page_hashes(request.named_tokens[:-1], self.limits.page_size, 0, root_of(request.params.tenant))
         while request.whole(0, len(names) * self.limits.page_size) != len(names) * self.limits.page_size:
@@ -161,6 +165,12 @@ class Scheduler:
         request.status = Status.WAITING
         self.waiting.appendleft(request)
 
+    def restart(self, request: Request) -> None:
+        """All that target and drafter remember of it is computed again, and what they remembered is found by nobody."""
+        self.pool.forget(request.pages)
+        self.preempt(request)
+        request.starts_afresh = True
+
     # after the step
 
     def update(self, request: Request, num_kept: int, num_drafts: int) -> None:
@@ -169,7 +179,7 @@ class Scheduler:
         if request.finished:
             self._retire(request)
             return
-        wanted = request.params.num_speculative_tokens
+        wanted = request.most_drafts(predicted=request.draft_is_predicted)
         request.num_drafts = num_drafts if wanted is None else min(num_drafts, wanted)
         if self.limits.prefix_caching:
             self._name_pages(request)

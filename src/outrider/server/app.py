@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -19,15 +19,34 @@ from starlette.types import ASGIApp
 from outrider import __version__
 from outrider.llm import LLM
 from outrider.server import health
+from outrider.server.answers import (
+    ERRORS,
+    HEALTH,
+    TEXT,
+    ChatAnswer,
+    CompletionAnswer,
+    DetokenizeAnswer,
+    ModelCard,
+    ModelList,
+    TokenizeAnswer,
+    add_security,
+    described,
+    generated,
+)
 from outrider.server.chat import chat_chunks, messages_of, start_chat, whole_chat
 from outrider.server.completions import completion_chunks, start_completion, whole_completion
 from outrider.server.engine_thread import EngineThread, Limits
 from outrider.server.errors import ApiError, bad_request, clean, internal_error
 from outrider.server.generation import Service
 from outrider.server.metrics import CONTENT_TYPE, Metrics
+from outrider.server.pacing import paced
 from outrider.server.parsers import ParserNames
+from outrider.server.playground import add_playground
 from outrider.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
-from outrider.server.security import Access, Guard
+from outrider.server.security import OPEN_PATHS, Access, Guard
+
+# once for all chunks: json.dumps would make an encoder for each
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Application:
@@ -39,11 +58,16 @@ class Application:
         self.metrics = Metrics(model_name)
         self.engine = EngineThread(llm, limits, self.metrics)
         self.service = Service(llm, self.engine, model_name, int(time.time()), parsers or ParserNames())
-        app = FastAPI(title="Outrider", version=__version__, docs_url=None, redoc_url=None, lifespan=self._life)
+        # no pages of FastAPI's: they would load scripts from elsewhere
+        app = FastAPI(version=__version__, docs_url=None, redoc_url=None, lifespan=self._life, responses=ERRORS)
+        app.title = "Outrider"
         _add_errors(app)
-        _add_generation(app, self.service)
+        _add_generation(app, self.service, access.pace)
         _add_tokens(app, self.service)
         _add_status(app, self.service, self.metrics)
+        add_playground(app)
+        if access.api_keys:
+            add_security(app.openapi(), OPEN_PATHS)
         guarded: ASGIApp = Guard(app, access)
         if access.origins:  # outside of the guard: a preflight request carries no key
             origins = sorted(access.origins)
@@ -63,7 +87,7 @@ def _tenant(http: HttpRequest, body: Generation) -> str | None:
     return json.dumps(parts) if parts else None
 
 
-def _events(chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+def _events(chunks: AsyncIterator[dict[str, Any]], pace: float) -> StreamingResponse:
     async def lines() -> AsyncIterator[str]:
         try:
             async for chunk in chunks:
@@ -75,31 +99,32 @@ def _events(chunks: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
         yield "data: [DONE]\n\n"
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+    content = paced(lines(), pace) if pace else lines()
+    return StreamingResponse(content, media_type="text/event-stream", headers=headers)
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_encode(content)}\n\n"
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
+def _add_generation(app: FastAPI, service: Service, pace: float) -> None:
+    @app.post("/v1/chat/completions", responses=generated(ChatAnswer))
     async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
         job = await start_chat(service, body, _tenant(http, body))
         if body.stream:
-            return _events(chat_chunks(http, service, body, job))
+            return _events(chat_chunks(http, service, body, job), pace)
         return JSONResponse(await whole_chat(http, service, body, job))
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=generated(CompletionAnswer))
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         job = await start_completion(service, body, _tenant(http, body))
         if body.stream:
-            return _events(completion_chunks(http, service, body, job))
+            return _events(completion_chunks(http, service, body, job), pace)
         return JSONResponse(await whole_completion(http, service, body, job))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses=described(TokenizeAnswer))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
         tokenizer = service.llm.tokenizer
@@ -116,7 +141,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         found = {"count": len(tokens), "max_model_len": service.llm.max_model_len, "tokens": tokens}
         return found | ({"token_strs": [tokenizer.token(token) for token in tokens]} if body.return_token_strs else {})
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", responses=described(DetokenizeAnswer))
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
         tokenizer = service.llm.tokenizer
@@ -133,23 +158,24 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
         "created": service.created,
         "owned_by": "outrider",
         "max_model_len": service.llm.max_model_len,
+        "num_speculative_tokens": service.llm.engine.lookahead,  # 0: there is no drafter
     }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=described(ModelList))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [card]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=described(ModelCard))
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return card
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses=TEXT, response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     def health_route(path: str, check: Callable[[EngineThread], health.Verdict]) -> None:
-        @app.get(path, name=check.__name__)
+        @app.get(path, name=check.__name__, responses=HEALTH)
         async def answer() -> Response:
             status, body = check(service.engine)
             return JSONResponse(body, status)
@@ -176,7 +202,8 @@ def _add_errors(app: FastAPI) -> None:
 
     async def on_http(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return answer(ApiError(error.status_code, str(error.detail)))
+        told = ApiError(error.status_code, str(error.detail))
+        return JSONResponse(told.body, told.status, told.headers | dict(error.headers or {}))
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(RequestValidationError, on_invalid)

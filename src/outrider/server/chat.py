@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -13,11 +12,11 @@ from fastapi import Request as HttpRequest
 from outrider.engine.request import Logprob
 from outrider.llm import Prompt
 from outrider.outputs import CompletionOutput
-from outrider.server.errors import bad_request
 from outrider.server.generation import Service, aborting, extras, finished, metrics_of, sampling_params, usage
 from outrider.server.job import Job, Piece
-from outrider.server.messages import MessageReader, Reading, message_of
+from outrider.server.messages import MessageReader, message_of
 from outrider.server.schema import ChatRequest
+from outrider.server.tool_choice import bound, check_tools, offered, reading_of
 from outrider.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
@@ -25,35 +24,20 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 async def start_chat(service: Service, body: ChatRequest, tenant: str | None) -> Job:
     service.check_model(body.model)
-    _check_tools(service, body)
-    reading = reading_of(service, body)
+    tokenizer = service.llm.tokenizer
+    check_tools(service.parsers, body)
+    reading = reading_of(tokenizer, service.parsers, body)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, tenant=tenant)
-    if reading.marked:
-        params = replace(params, skip_special_tokens=False)
+    params = bound(params, tokenizer, reading, body)
     return await service.submit(body, [lambda: _prompt(service, body)], params)
 
 
 def _prompt(service: Service, body: ChatRequest) -> Prompt:
-    wanted = body.tools if body.tool_choice != "none" else None
-    tools = [tool.model_dump(exclude_none=True) for tool in wanted] if wanted else None
-    return service.llm.chat_prompt(messages_of(body.messages), tools=tools)
-
-
-def reading_of(service: Service, body: ChatRequest) -> Reading:
-    names = [tool.function.name for tool in body.tools or []] if body.tool_choice != "none" else []
-    return Reading.of(service.llm.tokenizer, service.parsers, names)
-
-
-def _check_tools(service: Service, body: ChatRequest) -> None:
-    if not body.tools or body.tool_choice == "none":
-        return
-    if service.parsers.tools is None:
-        raise bad_request("no parser for this model's tool calls: start the server with --tool-call-parser", "tools")
-    if body.tool_choice not in (None, "auto"):
-        # seam: a grammar made of the tools would force a call
-        raise bad_request("tool_choice knows auto and none only", "tool_choice")
+    tools = [tool.model_dump(exclude_none=True) for tool in offered(body)] or None
+    options = body.chat_template_kwargs.model_dump(exclude_none=True)
+    return service.llm.chat_prompt(messages_of(body.messages), tools=tools, **options)
 
 
 def messages_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -86,25 +70,33 @@ async def whole_chat(http: HttpRequest, service: Service, body: ChatRequest, job
     return {
         **_head(service, job, "chat.completion"),
         "choices": [_choice(service, body, output, readers[output.index]) for output in outputs],
-        "usage": usage(job, sum(len(output.token_ids) for output in outputs)),
+        "usage": _usage(job, sum(len(output.token_ids) for output in outputs), readers),
         "metrics": metrics_of([output.speculation for output in outputs]),
     }
 
 
+def _usage(job: Job, num_generated: int, readers: Sequence[MessageReader]) -> dict[str, Any]:
+    counted = usage(job, num_generated)
+    if any(reader.reasons for reader in readers):
+        num_reasoning = sum(reader.num_reasoning_tokens for reader in readers)
+        counted["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return counted
+
+
 def _readers(service: Service, body: ChatRequest, job: Job) -> list[MessageReader]:
-    reading = reading_of(service, body)
+    reading = reading_of(service.llm.tokenizer, service.parsers, body)
     return [MessageReader(service.llm, reading, request) for request in job.requests]
 
 
 def _choice(service: Service, body: ChatRequest, output: CompletionOutput, reader: MessageReader) -> dict[str, Any]:
-    deltas, reason = reader.read(output.text, output.token_ids, output.finish_reason)
+    deltas, reason = reader.read(output, output.finish_reason)
     return {
         "index": output.index,
         "message": message_of(deltas),
         "logprobs": chat_logprobs(service.llm.tokenizer, body, output.token_ids, output.logprobs or []),
         "finish_reason": reason,
         "stop_reason": output.stop_reason,
-        **extras(body, output.token_ids, output.draft_positions),
+        **extras(service, body, output),
     }
 
 
@@ -128,19 +120,19 @@ async def chat_chunks(
             for number, choice in enumerate(choices, start=1):
                 chunk = {**head, "choices": [choice]}
                 if options is not None and options.continuous_usage_stats:
-                    chunk["usage"] = usage(job, num_generated)
+                    chunk["usage"] = _usage(job, num_generated, readers)
                 if len(speculations) == len(job.requests) and number == len(choices):
                     chunk["metrics"] = metrics_of(speculations)
                 yield chunk
     if options is not None and options.include_usage:
-        totals = {"usage": usage(job, num_generated), "metrics": metrics_of(speculations)}
+        totals = {"usage": _usage(job, num_generated, readers), "metrics": metrics_of(speculations)}
         yield {**head, "choices": [], **totals}
 
 
 def _deltas(service: Service, body: ChatRequest, piece: Piece, reader: MessageReader) -> list[dict[str, Any]]:
     """Often one; none while nothing is settled: part of a character, or of what may be a stop string or a call."""
     final = piece.final
-    deltas, reason = reader.read(piece.text, piece.token_ids, final.finish_reason if final is not None else None)
+    deltas, reason = reader.read(piece, final.finish_reason if final is not None else None)
     if not deltas and (final is not None or body.logprobs or body.return_token_ids):
         deltas = [{}]
     choices: list[dict[str, Any]] = [
@@ -148,7 +140,7 @@ def _deltas(service: Service, body: ChatRequest, piece: Piece, reader: MessageRe
     ]
     if choices:
         choices[0]["logprobs"] = chat_logprobs(service.llm.tokenizer, body, piece.token_ids, piece.logprobs)
-        choices[0] |= extras(body, piece.token_ids, piece.draft_positions)
+        choices[0] |= extras(service, body, piece)
     if final is not None:
         choices[-1] |= {"finish_reason": reason, "stop_reason": final.stop_reason}
     return choices

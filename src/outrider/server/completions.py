@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request as HttpRequest
 
-from outrider.engine.request import Logprob
+from outrider.engine.request import Logprob, Request
 from outrider.llm import Prompt
 from outrider.outputs import CompletionOutput
 from outrider.server.chat import MIN_LOGPROB
@@ -16,17 +17,29 @@ from outrider.server.errors import bad_request
 from outrider.server.generation import Service, aborting, extras, finished, metrics_of, sampling_params, usage
 from outrider.server.job import Job, Piece
 from outrider.server.schema import CompletionRequest
+from outrider.tokenizer import Detokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_ECHOED = 2**20  # log-probabilities of prompts in one answer
 
 
 async def start_completion(service: Service, body: CompletionRequest, tenant: str | None) -> Job:
     service.check_model(body.model)
-    if body.echo and body.logprobs is not None:
-        raise bad_request("echo with logprobs is not supported: ask for one of them", "echo")
+    _check_size(service, body)
     max_tokens = body.max_tokens if body.max_tokens is not None else max(DEFAULT_MAX_TOKENS, body.min_tokens)
     params = sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs, tenant=tenant)
+    if body.echo:
+        params = replace(params, prompt_logprobs=body.logprobs)
     return await service.submit(body, [_maker(prompt) for prompt in prompts_of(body)], params)
+
+
+def _check_size(service: Service, body: CompletionRequest) -> None:
+    """Log-probabilities of prompts are all kept until the answer is sent."""
+    if body.echo and body.logprobs is not None:
+        lengths = [len(prompt) if isinstance(prompt, list) else len(prompt.encode()) for prompt in prompts_of(body)]
+        rows = sum(min(length, service.llm.max_model_len) for length in lengths) * body.n
+        if rows * (body.logprobs + 1) > MAX_ECHOED:
+            raise bad_request(f"echo with logprobs is limited to {MAX_ECHOED} figures: ask for fewer", "logprobs")
 
 
 def prompts_of(body: CompletionRequest) -> list[str] | list[list[int]]:
@@ -42,7 +55,7 @@ def _maker(prompt: str | list[int]) -> Callable[[], Prompt]:
 
 async def whole_completion(http: HttpRequest, service: Service, body: CompletionRequest, job: Job) -> dict[str, Any]:
     outputs = await finished(http, service, job)
-    choices = [_choice(service, body, output) for output in outputs]
+    choices = [_choice(service, body, output, job.requests[output.index]) for output in outputs]
     return {
         **_head(service, job),
         "choices": choices,
@@ -51,14 +64,17 @@ async def whole_completion(http: HttpRequest, service: Service, body: Completion
     }
 
 
-def _choice(service: Service, body: CompletionRequest, output: CompletionOutput) -> dict[str, Any]:
+def _choice(service: Service, body: CompletionRequest, output: CompletionOutput, request: Request) -> dict[str, Any]:
+    text = _echo(service, body, output.index)
+    offsets = [len(text) + end for end in (0, *output.text_ends)]
+    logprobs = _logprobs(body, output.token_ids, output.logprobs or [], offsets)
     return {
         "index": output.index,
-        "text": _echo(service, body, output.index) + output.text,
-        "logprobs": _logprobs(body, output.token_ids, output.logprobs or [], [0, *output.text_ends]),
+        "text": text + output.text,
+        "logprobs": _with_prompt(service, body, request, logprobs),
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
-        **extras(body, output.token_ids, output.draft_positions),
+        **extras(service, body, output),
     }
 
 
@@ -77,9 +93,12 @@ async def completion_chunks(
                 speculations.append(piece.final.speculation)
             elif not (piece.text or body.logprobs is not None or body.return_token_ids):
                 continue
-            begin = "" if piece.index in echoed else _echo(service, body, piece.index)
-            echoed.add(piece.index)
-            chunk = {**head, "choices": [_delta(body, piece, begin, ends[piece.index])]}
+            choice = _delta(service, body, piece, ends[piece.index])
+            if piece.index not in echoed:
+                choice["text"] = _echo(service, body, piece.index) + choice["text"]
+                choice["logprobs"] = _with_prompt(service, body, job.requests[piece.index], choice["logprobs"])
+                echoed.add(piece.index)
+            chunk = {**head, "choices": [choice]}
             ends[piece.index] = piece.text_ends[-1]
             if options is not None and options.continuous_usage_stats:
                 chunk["usage"] = usage(job, num_generated)
@@ -91,14 +110,17 @@ async def completion_chunks(
         yield {**head, "choices": [], **totals}
 
 
-def _delta(body: CompletionRequest, piece: Piece, begin: str, end: int) -> dict[str, Any]:
+def _delta(service: Service, body: CompletionRequest, piece: Piece, end: int) -> dict[str, Any]:
+    """`end`: how much text came before."""
+    echoed = len(_echo(service, body, piece.index)) if body.logprobs is not None else 0
+    offsets = [echoed + place for place in (end, *piece.text_ends)]
     return {
         "index": piece.index,
-        "text": begin + piece.text,
-        "logprobs": _logprobs(body, piece.token_ids, piece.logprobs, [end, *piece.text_ends]),
+        "text": piece.text,
+        "logprobs": _logprobs(body, piece.token_ids, piece.logprobs, offsets),
         "finish_reason": piece.final.finish_reason if piece.final is not None else None,
         "stop_reason": piece.final.stop_reason if piece.final is not None else None,
-        **extras(body, piece.token_ids, piece.draft_positions),
+        **extras(service, body, piece),
     }
 
 
@@ -123,6 +145,29 @@ def _logprobs(
         "top_logprobs": [{found.decoded: max(found.logprob, MIN_LOGPROB) for found in row.values()} for row in rows],
         "text_offset": list(offsets[: len(chosen)]),
     }
+
+
+def _with_prompt(
+    service: Service, body: CompletionRequest, request: Request, logprobs: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """An answer that begins with its prompt has the prompt's log-probabilities first; its first token has none."""
+    tokenizer = service.llm.tokenizer
+    if logprobs is None or not body.echo or tokenizer is None:
+        return logprobs
+    written = Detokenizer(tokenizer)
+    offsets = [0]
+    for token in request.prompt:
+        offsets.append(offsets[-1] + len(written.add(token)))
+    first: dict[str, list[Any]] = {
+        "tokens": [tokenizer.token(request.prompt[0])],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [0],
+    }
+    rows = [row for row in request.prompt_logprobs if row is not None]
+    others = _logprobs(body, request.prompt[1:], rows, offsets[1:])
+    assert others is not None
+    return {name: [*first[name], *others[name], *logprobs[name]] for name in logprobs}
 
 
 def _head(service: Service, job: Job) -> dict[str, Any]:

@@ -3,6 +3,7 @@ Only this thread touches the engine."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from outrider.llm import LLM
 from outrider.outputs import CompletionOutput
 from outrider.server.errors import ApiError, bad_request, internal_error, past_deadline, shutting_down, too_busy
 from outrider.server.faults import blame, discard
-from outrider.server.job import Accepted, Job, Piece
+from outrider.server.job import Accepted, Event, Job, Piece, send_all
 from outrider.server.log import log
 from outrider.server.metrics import Metrics, Round
 
@@ -41,7 +42,8 @@ class _Sequence:
     num_tokens: int = 0
     text_len: int = 0
     rounds: int = 0
-    drafted: int = 0
+    traced: int = 0  # rounds whose draft has been sent
+    drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     furthest: int = 0  # most rows that it ever had in the cache
     started: bool = False
@@ -57,6 +59,7 @@ class EngineThread:
         self.last_progress = time.monotonic()
         self.draining = False
         self._engine = llm.engine
+        metrics.watch(llm.engine)
         self._wake = threading.Condition()
         self._new: deque[Job] = deque()
         self._unwanted: deque[tuple[Job, ApiError]] = deque()
@@ -64,6 +67,7 @@ class EngineThread:
         self._num_prompt_tokens = 0
         self._stopping = False
         self._sequences: list[_Sequence] = []
+        self._outgoing: list[tuple[Job, Event]] = []  # what the step has brought
         self._job_seconds = 1.0  # of late
         self._faults_in_row = 0
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
@@ -86,12 +90,16 @@ class EngineThread:
     def check_room(self, num_sequences: int, num_tokens: int = 0) -> None:
         """Raises ApiError where there is none for so many more."""
         if self.draining or self._stopping:
-            raise shutting_down()
+            raise self._refused(shutting_down())
         if num_sequences > self.capacity:
             raise bad_request(f"{num_sequences} sequences at once; this server takes at most {self.capacity}", "n")
         too_long = self._num_sequences and self._num_prompt_tokens + num_tokens > self.limits.max_queued_tokens
         if too_long or self._num_sequences + num_sequences > self.capacity:
-            raise too_busy("too many requests are waiting: try again later", self._retry_after())
+            raise self._refused(too_busy("too many requests are waiting: try again later", self._retry_after()))
+
+    def _refused(self, error: ApiError) -> ApiError:
+        self.metrics.refused(error.code or "")
+        return error
 
     def abort(self, job: Job, reason: ApiError | None = None) -> None:
         """Does nothing if the job has ended."""
@@ -128,6 +136,11 @@ class EngineThread:
     @property
     def is_stalled(self) -> bool:
         return not self.is_idle and time.monotonic() - self.last_progress > self.limits.stall
+
+    @property
+    def is_acceptance_dead(self) -> bool:
+        watchdog = self._engine.watchdog
+        return watchdog is not None and watchdog.is_dead
 
     def _retry_after(self) -> int:
         turns = self._num_sequences / self.llm.config.max_num_seqs
@@ -223,7 +236,10 @@ class EngineThread:
         self.num_steps += 1
         now = time.monotonic()
         self.metrics.stepped(self._engine, now - begin)
-        ended = [each for each in self._sequences if self._report(each, now)]
+        self._log_notices()
+        ended = [each for each in self._sequences if self._report(each, begin, now)]
+        send_all(self._outgoing)
+        self._outgoing.clear()
         for sequence in ended:
             if sequence.request.error is not None:
                 self._end(sequence.job, internal_error(RuntimeError(sequence.request.error)))
@@ -233,12 +249,18 @@ class EngineThread:
         if not moved and not ended:
             time.sleep(0)  # a prompt is being read: let the event loop have its turn
 
-    def _report(self, sequence: _Sequence, now: float) -> bool:
-        """Sends and counts what is new; whether that was the end of it."""
+    def _log_notices(self) -> None:
+        """What the watchdog has seen and done."""
+        for notice in self._engine.watchdog.take_notices() if self._engine.watchdog is not None else ():
+            log(notice.event, logging.WARNING if notice.is_alarm else logging.INFO, **notice.fields)
+
+    def _report(self, sequence: _Sequence, begin: float, now: float) -> bool:
+        """Sends and counts what the step between these times has brought; whether that was the end of it."""
         request, job = sequence.request, sequence.job
-        if request.slot >= 0 and not sequence.started:
+        if not sequence.started and (request.slot >= 0 or request.finished):
             sequence.started = True
-            self.metrics.started(now - job.submitted)
+            job.started = job.started if job.started is not None else begin
+            self.metrics.started(begin - job.submitted)
         if request.num_computed > sequence.furthest:
             sequence.furthest = request.num_computed
             self.last_progress = now
@@ -254,22 +276,21 @@ class EngineThread:
         sequence.last_token = now
         self._count(sequence, num_new)
         if (job.streams or request.finished) and request.error is None:
-            job.send(_piece(sequence))
-        sequence.num_tokens = request.num_outputs
+            self._outgoing.append((job, _piece(sequence)))
+        sequence.num_tokens, sequence.traced = request.num_outputs, len(request.trace)
         sequence.text_len = len(request.text.text) if request.text is not None else 0
         return request.finished
 
     def _count(self, sequence: _Sequence, num_new: int) -> None:
         request = sequence.request
         self.metrics.generated(num_new)
-        drafted, accepted_at = sum(request.drafted_at), list(request.accepted_at)
-        rounds = request.drafted_at[0] if request.drafted_at else 0  # those that had a draft
-        before = sequence.accepted_at + [0] * (len(accepted_at) - len(sequence.accepted_at))
-        new = [after - earlier for after, earlier in zip(accepted_at, before, strict=True)]
+        drafted_at, accepted_at = list(request.drafted_at), list(request.accepted_at)
+        rounds = drafted_at[0] if drafted_at else 0  # those that had a draft
         if rounds > sequence.rounds:
-            made = Round(rounds - sequence.rounds, drafted - sequence.drafted, new, len(request.tokens))
-            self.metrics.drafted(made)
-        sequence.rounds, sequence.drafted, sequence.accepted_at = rounds, drafted, accepted_at
+            drafted = _growth(sequence.drafted_at, drafted_at)
+            accepted = _growth(sequence.accepted_at, accepted_at)
+            self.metrics.drafted(Round(rounds - sequence.rounds, drafted, accepted, len(request.tokens)))
+        sequence.rounds, sequence.drafted_at, sequence.accepted_at = rounds, drafted_at, accepted_at
 
     # faults
 
@@ -298,8 +319,13 @@ def _piece(sequence: _Sequence) -> Piece:
         logprobs=request.logprobs[begin:],
         draft_positions=request.draft_positions[begin:],
         text_ends=request.text_ends[begin:],
+        draft=request.trace[-1]["draft"] if len(request.trace) > sequence.traced else [],
         final=CompletionOutput.of(request, sequence.index) if request.finished else None,
     )
+
+
+def _growth(before: list[int], after: list[int]) -> list[int]:
+    return [now - earlier for now, earlier in zip(after, before + [0] * (len(after) - len(before)), strict=True)]
 
 
 def _log_job(job: Job, outcome: str, seconds: float) -> None:

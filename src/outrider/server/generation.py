@@ -21,12 +21,12 @@ from outrider.outputs import CompletionOutput
 from outrider.sampling_params import Guided, SamplingParams, Speculation
 from outrider.server.engine_thread import EngineThread
 from outrider.server.errors import ApiError, bad_request, clean
-from outrider.server.job import Job
+from outrider.server.job import Job, Piece
 from outrider.server.parsers import ParserNames
 from outrider.server.schema import Generation
 
 PREPARATION_SECONDS = 30.0  # for the chat template and the tokenizer
-_SHARED = {each.name for each in fields(SamplingParams)} & set(Generation.model_fields)
+_SHARED = {each.name for each in fields(SamplingParams)} & set(Generation.model_fields) - {"prediction"}
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,16 @@ def sampling_params(
             max_tokens=max_tokens,
             logprobs=logprobs,
             num_speculative_tokens=speculative,
+            prediction=body.prediction.text if body.prediction is not None else None,
             tenant=tenant,
+            trace=body.return_drafts,
         )
     except ValueError as error:
         raise bad_request(str(error)) from error
 
 
 def guided_of(body: Generation) -> Guided | None:
-    """What the answer must look like, whichever way it was said. (A reasoning parser will set `after`.)"""
+    """What the answer must look like, whichever way it was said."""
     form, found = body.response_format, []
     if form is not None and form.type == "json_object":
         found.append(Guided(json_object=True))
@@ -142,11 +144,17 @@ async def finished(http: HttpRequest, service: Service, job: Job) -> list[Comple
 def usage(job: Job, num_generated: int) -> dict[str, Any]:
     prompts = job.num_prompt_tokens
     cached = {id(request.prompt): request.num_cached for request in reversed(job.requests)}
+    accepted = sum(request.num_predicted_accepted for request in job.requests)
+    rejected = sum(request.num_predicted for request in job.requests) - accepted
     return {
         "prompt_tokens": prompts,
         "completion_tokens": num_generated,
         "total_tokens": prompts + num_generated,
         "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+        },
     }
 
 
@@ -170,7 +178,21 @@ def metrics_of(speculations: Sequence[Speculation]) -> dict[str, Any] | None:
     }
 
 
-def extras(body: Generation, token_ids: Sequence[int], draft_positions: Sequence[int]) -> dict[str, Any]:
+def extras(service: Service, body: Generation, made: Piece | CompletionOutput) -> dict[str, Any]:
     if not body.return_token_ids:
         return {}
-    return {"token_ids": list(token_ids), "draft_positions": list(draft_positions)}
+    begin = made.text_ends[-1] - len(made.text) if made.text_ends else 0
+    found: dict[str, Any] = {
+        "token_ids": list(made.token_ids),
+        "token_texts": [made.text[a - begin : b - begin] for a, b in pairwise([begin, *made.text_ends])],
+        "draft_positions": list(made.draft_positions),
+    }
+    if body.return_drafts and isinstance(made, Piece):
+        accepted = sum(position > 0 for position in made.draft_positions)
+        found["draft"] = {"token_ids": made.draft, "token_texts": _spelt(service, made.draft), "accepted": accepted}
+    return found
+
+
+def _spelt(service: Service, tokens: Sequence[int]) -> list[str]:
+    tokenizer = service.llm.tokenizer
+    return [tokenizer.token(token) if tokenizer is not None else "" for token in tokens]

@@ -17,7 +17,10 @@ def live(engine: EngineThread) -> Verdict:
 def ready(engine: EngineThread) -> Verdict:
     if not engine.is_alive:
         return live(engine)
-    return _verdict(not engine.draining, "ready", "shutting down")
+    status, body = _verdict(not engine.draining, "ready", "shutting down")
+    if engine.is_acceptance_dead:  # slower than it could be, and right all the same
+        body["speculation"] = "dead"
+    return status, body
 
 
 def decode(engine: EngineThread) -> Verdict:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from outrider.engine.request import Logprob, Request
@@ -24,6 +25,7 @@ class Piece:
     logprobs: list[dict[int, Logprob]]
     draft_positions: list[int]
     text_ends: list[int]
+    draft: list[int] = field(default_factory=list)  # proposed for this step; only for those who asked
     final: CompletionOutput | None = None  # with the last piece: all of it
 
 
@@ -44,6 +46,7 @@ class Job:
     streams: bool = True  # otherwise only last pieces are sent
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     submitted: float = field(default_factory=time.monotonic)
+    started: float | None = None  # when the engine first worked at it
     first_token: float | None = None
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     closed: bool = False  # nothing more will be sent
@@ -55,39 +58,52 @@ class Job:
 
     def send(self, *events: Event) -> None:
         """From the engine's thread."""
-
-        def put() -> None:
-            for event in events:
-                self.events.put_nowait(event)
-
-        try:
-            self.loop.call_soon_threadsafe(put)
-        except RuntimeError:  # the loop has been closed: nobody is listening
-            self.closed = True
+        send_all([(self, event) for event in events])
 
     async def accepted(self) -> None:
-        event = await self._next()
+        with self._watched():
+            event = await self._next()
         assert isinstance(event, Accepted)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Until every sequence has ended."""
         num_left = len(self.requests)
-        while num_left:
-            event = await self._next()
-            assert isinstance(event, Piece)
-            num_left -= event.final is not None
-            yield event
+        with self._watched():
+            while num_left:
+                event = await self._next()
+                assert isinstance(event, Piece)
+                num_left -= event.final is not None
+                yield event
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """The engine's thread keeps the deadline; should it hang, the client is told all the same.
+        One timer for all events: a timeout around each of them would cost more than the event."""
+        seconds = self.deadline + GRACE - time.monotonic()
+        timer = self.loop.call_later(max(seconds, 0), self.events.put_nowait, past_deadline())
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def _next(self) -> Piece | Accepted:
-        """The engine's thread keeps the deadline; should it hang, the client is told all the same."""
-        if self.events.empty():
-            try:
-                async with asyncio.timeout(self.deadline + GRACE - time.monotonic()):
-                    event = await self.events.get()
-            except TimeoutError:
-                raise past_deadline() from None
-        else:
-            event = self.events.get_nowait()
+        event = await self.events.get()
         if isinstance(event, ApiError):
             raise event
         return event
+
+
+def send_all(events: Sequence[tuple[Job, Event]]) -> None:
+    """From the engine's thread, all that a step has brought: the event loop is woken once, not once for each."""
+    for loop in {job.loop for job, _ in events}:
+        mine = [(job, event) for job, event in events if job.loop is loop]
+        try:
+            loop.call_soon_threadsafe(_put, mine)
+        except RuntimeError:  # the loop has been closed: nobody is listening
+            for job, _ in mine:
+                job.closed = True
+
+
+def _put(events: Sequence[tuple[Job, Event]]) -> None:
+    for job, event in events:
+        job.events.put_nowait(event)

@@ -3,12 +3,16 @@ A whole message is the sum of its deltas, so streamed and whole answers cannot d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
+from outrider.engine.grammar import PROMPT_TAIL
 from outrider.engine.request import Request
 from outrider.llm import LLM
+from outrider.outputs import CompletionOutput
+from outrider.server.job import Piece
 from outrider.server.parsers import (
     AnswerParser,
     Event,
@@ -19,12 +23,10 @@ from outrider.server.parsers import (
     ToolCallBegin,
     ToolOptions,
     answer_parser,
+    merged,
 )
-from outrider.server.parsers.answer import REASONING_MARKS, TOOL_MARKS
-from outrider.tokenizer import Tokenizer
 
 Delta = dict[str, Any]
-_TAIL = 16  # tokens at the end of a prompt that show whether it has opened the reasoning
 
 
 @dataclass(frozen=True)
@@ -32,48 +34,49 @@ class Reading:
     """How answers of one request are read."""
 
     names: ParserNames
-    tool_names: frozenset[str]
-    marked: bool  # the text holds special tokens, because a parser's markers are some
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer | None, names: ParserNames, tool_names: Iterable[str]) -> Reading:
-        tool_names = frozenset(tool_names)
-        names = names if tool_names else ParserNames(None, names.reasoning)
-        marks = [*TOOL_MARKS.get(names.tools or "", ()), *REASONING_MARKS.get(names.reasoning or "", ())]
-        marked = tokenizer is not None and any(_is_special(tokenizer, mark) for mark in marks)
-        return cls(names, tool_names, marked)
+    tools: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)  # name -> schema of its arguments
+    shown: tuple[int, ...] = ()  # special tokens that the text holds all the same, because they are markers
+    max_calls: int | None = None  # calls beyond that are left out
+    is_named: bool = False  # the client has named the function to be called
 
 
 class MessageReader:
-    """Makes deltas of one answer's text as it comes."""
+    """Makes deltas of one answer's text as it comes, token by token, so that no way of cutting it matters."""
 
     def __init__(self, llm: LLM, reading: Reading, request: Request) -> None:
-        self._tokenizer, self._end_ids = llm.tokenizer, llm.end_ids
-        self._marked = reading.marked
+        self._reading = reading
         prompt = ""
         if llm.tokenizer is not None:
-            prompt = llm.tokenizer.decode(request.prompt[-_TAIL:], skip_special_tokens=False)
-        options = ToolOptions(reading.tool_names)
+            prompt = llm.tokenizer.decode(request.prompt[-PROMPT_TAIL:], skip_special_tokens=False)
+        options = ToolOptions(frozenset(reading.tools), reading.tools)
         self._parser: AnswerParser = answer_parser(reading.names, prompt, options)
         self._has_calls = False
+        self.num_reasoning_tokens = 0
 
-    def read(self, text: str, token_ids: Sequence[int], reason: str | None) -> tuple[list[Delta], str | None]:
+    @property
+    def reasons(self) -> bool:
+        """Whether reasoning is told apart from the rest."""
+        return self._reading.names.reasoning is not None
+
+    def read(self, made: Piece | CompletionOutput, reason: str | None) -> tuple[list[Delta], str | None]:
         """Deltas, and why the answer ended, as OpenAI has it; `reason` is the engine's, None before the end."""
-        if reason is not None:
-            text = self._without_end(text, token_ids)
-        events = self._parser.feed(text)
+        begin = made.text_ends[-1] - len(made.text) if made.text_ends else 0
+        events: list[Event] = []
+        for start, end in pairwise([begin, *made.text_ends]):
+            thought = self._parser.thinks
+            events += self._parser.feed(made.text[start - begin : end - begin])
+            self.num_reasoning_tokens += thought or self._parser.thinks
         if reason is not None:
             events += self._parser.finish()
         self._has_calls |= any(isinstance(event, ToolCallBegin) for event in events)
-        deltas = [delta for delta in map(_delta, events) if delta is not None]
-        return deltas, "tool_calls" if reason == "stop" and self._has_calls else reason
+        deltas = [delta for delta in map(_delta, merged(filter(self._is_wanted, events))) if delta is not None]
+        # OpenAI answers "stop" where the function was named by the client
+        is_call = reason == "stop" and self._has_calls and not self._reading.is_named
+        return deltas, "tool_calls" if is_call else reason
 
-    def _without_end(self, text: str, token_ids: Sequence[int]) -> str:
-        """Where special tokens are kept for a parser's sake, the one that ends the text is kept too."""
-        if not self._marked or not token_ids or token_ids[-1] not in self._end_ids:
-            return text
-        assert self._tokenizer is not None
-        return text.removesuffix(self._tokenizer.token(token_ids[-1]))
+    def _is_wanted(self, event: Event) -> bool:
+        most = self._reading.max_calls
+        return most is None or isinstance(event, Text | Reasoning) or event.index < most
 
 
 def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
@@ -106,8 +109,3 @@ def _delta(event: Event) -> Delta | None:
     if isinstance(event, ToolArguments):
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
     return None
-
-
-def _is_special(tokenizer: Tokenizer, mark: str) -> bool:
-    ids = tokenizer.encode(mark, add_special_tokens=False)
-    return any(tokenizer.is_silent(token, skip_special_tokens=True) for token in ids)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import bisect
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from outrider.engine.engine import Engine
+from outrider.engine.watchdog import Counts, Watchdog, context_bucket
 from outrider.server.job import Job
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_LENGTHS = tuple(range(1, 17))  # tokens a round
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_CONTEXTS = (256, 1024, 4096, 16384, 65536)  # upper ends of the buckets of context length
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,8 @@ class Round:
     """Drafting of one sequence in one step."""
 
     num_rounds: int
-    num_drafted: int
-    accepted_at: list[int]  # by place in the draft
+    drafted_at: list[int]  # by place in the draft
+    accepted_at: list[int]
     context_len: int
 
 
@@ -34,6 +36,8 @@ class Metrics:
         self._running = self._gauge("vllm:num_requests_running", "Sequences that are being decoded")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Sequences that wait for their turn")
         self._cache = self._gauge("vllm:kv_cache_usage_perc", "Used share of the cache, 1 is full")
+        labels = ["model_name", "block_size", "num_gpu_blocks"]
+        self._config = Gauge("vllm:cache_config_info", "How the cache is laid out", labels, registry=self._registry)
         self._queried = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._hit = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self._preempted = self._counter("vllm:num_preemptions", "Sequences sent back to the queue")
@@ -44,6 +48,17 @@ class Metrics:
         self._between = self._histogram("vllm:inter_token_latency_seconds", "Per token, between two steps")
         self._whole = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the end")
         self._queue = self._histogram("vllm:request_queue_time_seconds", "From arrival to the first step")
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "From the first step to the first token")
+        self._decode = self._histogram("vllm:request_decode_time_seconds", "From the first token to the end")
+        self._inference = self._histogram("vllm:request_inference_time_seconds", "From the first step to the end")
+        self._per_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Of each request: decoding, by its tokens after the first"
+        )
+        self._prompt_len = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", _COUNTS)
+        self._output_len = self._histogram("vllm:request_generation_tokens", "Tokens of an answer", _COUNTS)
+        self._max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens, where it was given", _COUNTS)
+        self._n = self._histogram("vllm:request_params_n", "Answers asked for", _COUNTS)
+        self._refused = self._counter("outrider:requests_refused", "Requests there was no room for", "reason")
         self._steps = self._histogram("outrider:step_seconds", "One step of the engine")
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds that had a draft")
         self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted")
@@ -51,30 +66,70 @@ class Metrics:
         self._accepted_at = self._counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by place in the draft", "position"
         )
+        self._drafted_at = self._counter(
+            "outrider:spec_decode_num_draft_tokens_per_pos", "Drafted, by place in the draft", "position"
+        )
+        self._accept_length = self._histogram(
+            "outrider:spec_decode_acceptance_length", "Tokens of a round with a draft, the bonus included", _LENGTHS
+        )
+        self._drafted_by = self._counter(
+            "outrider:spec_decode_num_draft_tokens_by_context", "Drafted, by context length", "context"
+        )
         self._drafts_by = self._counter(
             "outrider:spec_decode_num_drafts_by_context", "Rounds that had a draft, by context length", "context"
         )
         self._accepted_by = self._counter(
             "outrider:spec_decode_num_accepted_tokens_by_context", "Accepted, by context length", "context"
         )
+        self._lately = Gauge(
+            "outrider:spec_decode_acceptance",
+            "Accepted draft tokens a round of late, by context length; predictions do not count",
+            ["model_name", "context"],
+            registry=self._registry,
+        )
+        self._dead = self._gauge("outrider:spec_decode_dead", "1: of late, next to nothing drafted is accepted")
+        self._rebuilds = self._counter("outrider:drafter_rebuilds", "Requests whose memory was computed again")
+        self._fallbacks = self._counter("outrider:drafter_fallbacks", "Requests that went on without drafts")
+        self._recoveries = self._counter("outrider:drafter_recoveries", "Requests whose drafts are accepted again")
         self._seen = [0, 0, 0]  # queried, hit, preempted, as of the last step
+        self._acted = Counts()  # as of the last step
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+    def watch(self, engine: Engine) -> None:
+        """Gauges are read when somebody asks: one set in each step would stay as it was when the last request is
+        aborted, and no step follows."""
+        scheduler, pool = engine.scheduler, engine.scheduler.pool
+        self._running.set_function(lambda: len(scheduler.running))
+        self._waiting.set_function(lambda: len(scheduler.waiting))
+        self._cache.set_function(lambda: 1 - pool.num_free / pool.capacity)
+        self._seen = [scheduler.stats.queried, scheduler.stats.hit, scheduler.num_preemptions]  # of before do not count
+        shape = engine.cache.shape
+        self._config.labels(self._model, str(shape.page_size), str(shape.num_pages)).set(1)
 
     # what happened
 
     def stepped(self, engine: Engine, seconds: float) -> None:
         scheduler = engine.scheduler
         self._steps.observe(seconds)
-        self._running.set(len(scheduler.running))
-        self._waiting.set(len(scheduler.waiting))
-        self._cache.set(1 - scheduler.pool.num_free / scheduler.pool.capacity)
         now = [scheduler.stats.queried, scheduler.stats.hit, scheduler.num_preemptions]
         counters = (self._queried, self._hit, self._preempted)
         for counter, value, before in zip(counters, now, self._seen, strict=True):
             counter.inc(value - before)
         self._seen = now
+        if engine.watchdog is not None:
+            self._watched(engine.watchdog)
+
+    def _watched(self, watchdog: Watchdog) -> None:
+        self._dead.set(watchdog.is_dead)
+        for context, bucket in watchdog.buckets.items():
+            self._lately.labels(self._model, context).set(bucket.average.accepted)
+        counts, before = watchdog.counts, self._acted
+        self._rebuilds.inc(counts.rebuilds - before.rebuilds)
+        self._fallbacks.inc(counts.fallbacks - before.fallbacks)
+        self._recoveries.inc(counts.recoveries - before.recoveries)
+        self._acted = replace(counts)
 
     def started(self, seconds: float) -> None:
         self._queue.observe(seconds)
@@ -91,30 +146,52 @@ class Metrics:
         self._generated.inc(count)
 
     def drafted(self, made: Round) -> None:
-        accepted = sum(made.accepted_at)
+        accepted, drafted = sum(made.accepted_at), sum(made.drafted_at)
         self._drafts.inc(made.num_rounds)
-        self._draft_tokens.inc(made.num_drafted)
+        self._draft_tokens.inc(drafted)
         self._accepted.inc(accepted)
+        if made.num_rounds == 1:  # as always, but where a step had broken
+            self._accept_length.observe(1 + accepted)
+        for position, count in enumerate(made.drafted_at):
+            if count:
+                self._drafted_at.labels(self._model, str(position)).inc(count)
         for position, count in enumerate(made.accepted_at):
             if count:
                 self._accepted_at.labels(self._model, str(position)).inc(count)
-        number = bisect.bisect_left(_CONTEXTS, made.context_len)
-        context = f"<={_CONTEXTS[number]}" if number < len(_CONTEXTS) else f">{_CONTEXTS[-1]}"
+        context = context_bucket(made.context_len)
         self._drafts_by.labels(self._model, context).inc(made.num_rounds)
+        self._drafted_by.labels(self._model, context).inc(drafted)
         self._accepted_by.labels(self._model, context).inc(accepted)
 
     def job_ended(self, job: Job, outcome: str, seconds: float) -> None:
         self._ended.labels(self._model, outcome).inc()
         self._prompt_tokens.inc(job.num_prompt_tokens)
         self._whole.observe(seconds)
+        self._prompt_len.observe(job.num_prompt_tokens)
+        self._n.observe(job.requests[0].params.n)
+        num_outputs = sum(request.num_outputs for request in job.requests)
+        self._output_len.observe(num_outputs)
+        max_tokens = job.requests[0].params.max_tokens
+        if max_tokens is not None:
+            self._max_tokens.observe(max_tokens)
+        if job.started is not None and job.first_token is not None:
+            end = job.submitted + seconds
+            self._prefill.observe(job.first_token - job.started)
+            self._decode.observe(end - job.first_token)
+            self._inference.observe(end - job.started)
+            if num_outputs > len(job.requests):
+                self._per_token.observe((end - job.first_token) / (num_outputs - len(job.requests)))
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(self._model, reason).inc()
 
     # making them
 
     def _gauge(self, name: str, about: str) -> Gauge:
         return Gauge(name, about, ["model_name"], registry=self._registry).labels(self._model)
 
-    def _histogram(self, name: str, about: str) -> Histogram:
-        metric = Histogram(name, about, ["model_name"], registry=self._registry, buckets=_SECONDS)
+    def _histogram(self, name: str, about: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+        metric = Histogram(name, about, ["model_name"], registry=self._registry, buckets=buckets)
         return metric.labels(self._model)
 
     def _counter(self, name: str, about: str, label: str | None = None) -> Counter:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from outrider.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS
+from outrider.sampling_params import MAX_LOGPROBS, MAX_PREDICTION, MAX_STOP_STRINGS
 
 MAX_N = 64
 MAX_TEXT = 2**22  # characters in one text
@@ -70,6 +70,26 @@ class ResponseFormat(Strict):
         return self
 
 
+class TextPart(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class PredictedOutput(Strict):
+    type: Literal["content"]
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
+
+    @model_validator(mode="after")
+    def _check(self) -> PredictedOutput:
+        if len(self.text) > MAX_PREDICTION:
+            raise ValueError(f"a prediction has at most {MAX_PREDICTION} characters")
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class Generation(Strict):
     """What chats and completions share."""
 
@@ -103,7 +123,9 @@ class Generation(Strict):
     guided_regex: Pattern | None = None
     guided_choice: Annotated[list[Pattern], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     guided_grammar: Pattern | None = None
-    return_token_ids: bool = False  # with every choice: its tokens, and the place of each in a draft
+    return_token_ids: bool = False  # with every choice: its tokens, their texts, and the place of each in a draft
+    return_drafts: bool = False  # with every piece of a stream: what had been drafted for it
+    prediction: PredictedOutput | None = None  # what the answer will be like; the answer is the same without
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     timeout: Annotated[Number, Field(gt=0, le=86400)] | None = None  # seconds; at most the server's own deadline
     user: Name | None = None  # taken, and used for nothing
@@ -112,12 +134,9 @@ class Generation(Strict):
     def _check(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
+        if self.return_drafts and not (self.stream and self.return_token_ids):
+            raise ValueError("return_drafts needs stream: true and return_token_ids: true")
         return self
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: Text
 
 
 class ImageUrl(Strict):
@@ -157,14 +176,32 @@ class Tool(Strict):
     function: Function
 
 
+class FunctionName(Strict):
+    name: Name
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class TemplateOptions(Strict):
+    """What a chat template may be told; nothing that would change what is rendered, or by what."""
+
+    enable_thinking: bool | None = None  # Qwen, GLM
+    thinking: bool | None = None  # DeepSeek
+    reasoning_effort: Literal["low", "medium", "high"] | None = None  # gpt-oss
+
+
 class ChatRequest(Generation):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[Whole, Field(ge=1, le=2**31)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateOptions = TemplateOptions()
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:

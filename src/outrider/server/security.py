@@ -1,11 +1,13 @@
 """Who may talk to the server: addresses, Host and Origin, the API key, and how much at once.
-Everything is denied unless it is on a list; only the health routes answer without a key."""
+Everything is denied unless it is on a list; only health and the playground's own files are had without a key."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -15,20 +17,25 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.server.errors import ApiError, bad_request
+from outrider.server.playground import ASSETS
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/decode"})
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/decode", *ASSETS})
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_BODY = 32 * 2**20
+BODY_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Access:
-    """`hosts`: names that the Host header may hold; empty: any, which is for a server with a key."""
+    """`hosts`: names that the Host header may hold; empty: any, which is for a server with a key.
+    `pace`: seconds between the frames of a stream; 0: pieces leave as they come."""
 
     api_keys: tuple[str, ...] = ()
     hosts: frozenset[str] = LOOPBACK
     origins: frozenset[str] = frozenset()
     max_body: int = MAX_BODY
+    body_seconds: float = BODY_SECONDS  # that a body may take to arrive
+    pace: float = 0.0
 
 
 def access_for(
@@ -75,8 +82,9 @@ class Guard:
         try:
             self._check(scope)
         except ApiError as error:
-            return await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
-        limited = _Limited(receive, self._access.max_body)
+            headers = error.headers | {"Connection": "close"}  # nothing more of what may follow is read
+            return await JSONResponse(error.body, error.status, headers)(scope, receive, send)
+        limited = _Limited(receive, self._access)
         return await self._app(scope, limited, send)
 
     def _check(self, scope: Scope) -> None:
@@ -85,6 +93,8 @@ class Guard:
         if scope["path"] not in OPEN_PATHS:
             scope["tenant"] = self._check_key(_values(scope, b"authorization"))
         length = _values(scope, b"content-length")
+        if length and _values(scope, b"transfer-encoding"):  # a proxy might go by the other one
+            raise bad_request("the request must not have both Content-Length and Transfer-Encoding")
         if length and (not length[0].isdigit() or int(length[0][:20]) > self._access.max_body):
             raise too_large(self._access.max_body)
 
@@ -120,16 +130,26 @@ class Guard:
 
 
 class _Limited:
-    """receive() that counts: a body without an honest Content-Length is cut off as well."""
+    """receive() that counts bytes and seconds: a body without an honest Content-Length is cut off as well, and one
+    that does not come is not waited for."""
 
-    def __init__(self, receive: Receive, limit: int) -> None:
-        self._receive, self._left, self._limit = receive, limit, limit
+    def __init__(self, receive: Receive, access: Access) -> None:
+        self._receive, self._left, self._limit = receive, access.max_body, access.max_body
+        self._until: float | None = time.monotonic() + access.body_seconds  # None: all of the body is here
 
     async def __call__(self) -> Message:
-        message = await self._receive()
+        if self._until is None:  # what comes now is the end of the connection
+            return await self._receive()
+        try:
+            async with asyncio.timeout(self._until - time.monotonic()):
+                message = await self._receive()
+        except TimeoutError:  # FastAPI is reading, and would make a 400 of any other exception
+            raise HTTPException(408, "the body did not come in time", {"Connection": "close"}) from None
         self._left -= len(message.get("body", b""))
-        if self._left < 0:  # FastAPI is reading, and would make a 400 of any other exception
-            raise HTTPException(413, too_large(self._limit).message)
+        if self._left < 0:
+            raise HTTPException(413, too_large(self._limit).message, {"Connection": "close"})
+        if not message.get("more_body", False):
+            self._until = None
         return message
 
 

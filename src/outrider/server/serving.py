@@ -8,6 +8,7 @@ from types import FrameType
 import uvicorn
 
 from outrider.server.app import Application
+from outrider.server.connections import PatientProtocol
 from outrider.server.log import log
 
 MAX_HEADERS = 64 * 2**10
@@ -22,6 +23,8 @@ class Server(uvicorn.Server):
             application.asgi,
             host=host,
             port=port,
+            http=PatientProtocol,
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,

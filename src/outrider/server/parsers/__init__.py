@@ -1,8 +1,9 @@
 """Streaming parsers for reasoning and tool calls: text in any pieces to events. Importing the package registers
 every form; `answer_parser` makes the parser of one answer, `choose` reads from a checkpoint which forms it uses."""
 
-from outrider.server.parsers import deepseek, hermes, llama3, mistral  # noqa: F401  (they register themselves)
-from outrider.server.parsers.answer import AnswerParser, ParserNames, answer_parser, choose
+# they register themselves
+from outrider.server.parsers import deepseek, harmony, hermes, llama3, mistral, qwen_xml  # noqa: F401
+from outrider.server.parsers.answer import AnswerParser, Choice, ParserNames, answer_parser, choose
 from outrider.server.parsers.base import (
     Event,
     Parser,
@@ -11,12 +12,15 @@ from outrider.server.parsers.base import (
     ToolArguments,
     ToolCallBegin,
     ToolCallEnd,
+    merged,
 )
+from outrider.server.parsers.forced import Wanted, special_ids
 from outrider.server.parsers.reasoning import reasoning_parsers
 from outrider.server.parsers.tool_calls import ToolOptions, tool_parsers
 
 __all__ = [
     "AnswerParser",
+    "Choice",
     "Event",
     "Parser",
     "ParserNames",
@@ -26,8 +30,11 @@ __all__ = [
     "ToolCallBegin",
     "ToolCallEnd",
     "ToolOptions",
+    "Wanted",
     "answer_parser",
     "choose",
+    "merged",
     "reasoning_parsers",
+    "special_ids",
     "tool_parsers",
 ]

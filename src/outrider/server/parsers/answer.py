@@ -1,31 +1,34 @@
 """From the text of an answer to its events: reasoning first, then calls in what is left.
-Which parsers to use is named by the user, or read from the checkpoint's chat template and architecture."""
+Which parsers to use is named by the user, or read from the checkpoint's chat template and special tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from outrider.registry import Registry
 from outrider.server.parsers.base import Event, Parser, Text
-from outrider.server.parsers.reasoning import reasoning_parsers
+from outrider.server.parsers.reasoning import ReasoningParser, reasoning_parsers
 from outrider.server.parsers.tool_calls import ToolOptions, tool_parsers
+from outrider.tokenizer import Tokenizer
 
+AUTO, NONE = "auto", "none"
 # what a chat template that asks for the form holds
 TOOL_MARKS = {
     "hermes": ("<tool_call>",),
     "llama3": ("<|python_tag|>", '{"name": function name, "parameters":'),
     "mistral": ("[TOOL_CALLS]",),
     "deepseek": ("<｜tool▁calls▁begin｜>",),
+    "qwen3_coder": ("<function=",),
+    "harmony": ("<|channel|>",),
 }
-# forms that share a marker with one of ours and are not understood: XML of Qwen3-Coder and GLM, DSML of DeepSeek V3.2
-FOREIGN_MARKS = ("<function=", "<arg_key>", "｜DSML｜")
-# how the names of architectures begin
-ARCHITECTURES = {
-    "Qwen": "hermes",
-    "Llama": "llama3",
-    "Mistral": "mistral",
-    "Ministral": "mistral",
-    "Deepseek": "deepseek",
+REASONING_MARKS = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "harmony": ("<|channel|>",),
 }
-REASONING_MARKS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+REFINED = {"qwen3_coder": "hermes"}  # shares the marker of the other, and is meant where both are found
+# forms that share a marker with one of ours and are not understood: XML of GLM, DSML of DeepSeek V3.2
+FOREIGN_MARKS = ("<arg_key>", "｜DSML｜")
 
 
 @dataclass(frozen=True)
@@ -36,46 +39,76 @@ class ParserNames:
     reasoning: str | None = None
 
 
-def choose_tools(template: str | None, architectures: Sequence[str] = ()) -> str | None:
-    """The form a template speaks of; without a template, the form usual for the architecture."""
+@dataclass(frozen=True)
+class Choice:
+    """A parser, or none, and why."""
+
+    name: str | None
+    reason: str
+
+
+def choose(names: ParserNames, tokenizer: Tokenizer | None) -> tuple[Choice, Choice]:
+    """The parsers of tool calls and of reasoning: those asked for, or for "auto" what the checkpoint tells."""
+    return _tools(names.tools, tokenizer), _reasoning(names.reasoning, tokenizer)
+
+
+def _tools(name: str | None, tokenizer: Tokenizer | None) -> Choice:
+    if name != AUTO:
+        return _named(name, tool_parsers)
+    template = tokenizer.template_text(tools=True) if tokenizer is not None else None
+    if template is None or tokenizer is None:
+        return Choice(None, "there is no chat template")
+    foreign = [mark for mark in FOREIGN_MARKS if mark in template]
+    if foreign:
+        return Choice(None, f"the chat template holds {foreign[0]}, which no parser reads")
+    choice = _by_marks(TOOL_MARKS, template, "the chat template")
+    if choice.name is None and "tools" in template:  # the form may be left to the model: its special tokens show it
+        tokens = " ".join(mark for marks in TOOL_MARKS.values() for mark in marks if tokenizer.special_id(mark))
+        return _by_marks(TOOL_MARKS, tokens, "the vocabulary") if tokens else choice
+    return choice
+
+
+def _reasoning(name: str | None, tokenizer: Tokenizer | None) -> Choice:
+    """A vocabulary does not tell whether a checkpoint reasons: only the template does."""
+    if name != AUTO:
+        return _named(name, reasoning_parsers)
+    template = tokenizer.template_text() if tokenizer is not None else None
     if template is None:
-        found = {form for start, form in ARCHITECTURES.items() for name in architectures if name.startswith(start)}
-    elif any(mark in template for mark in FOREIGN_MARKS):
-        return None
-    else:
-        found = {form for form, marks in TOOL_MARKS.items() if any(mark in template for mark in marks)}
-    return _only(found, "tool parser")
+        return Choice(None, "there is no chat template")
+    return _by_marks(REASONING_MARKS, template, "the chat template")
 
 
-def choose_reasoning(template: str | None) -> str | None:
-    """An architecture does not tell whether a checkpoint reasons: only the template does."""
-    found = {name for name, marks in REASONING_MARKS.items() if any(mark in (template or "") for mark in marks)}
-    return _only(found, "reasoning parser")
+def _named(name: str | None, known: Registry[Any]) -> Choice:
+    if name is None or name == NONE:
+        return Choice(None, "none was asked for")
+    known[name]  # an unknown name is refused with the known ones
+    return Choice(name, "it was asked for")
 
 
-def _only(found: set[str], kind: str) -> str | None:
+def _by_marks(known: Mapping[str, Sequence[str]], text: str, where: str) -> Choice:
+    found = {name: mark for name, marks in known.items() for mark in reversed(marks) if mark in text}
+    for refined, other in REFINED.items():
+        if refined in found:
+            found.pop(other, None)
+    if not found:
+        return Choice(None, f"{where} holds no marker that is known")
     if len(found) > 1:
-        raise ValueError(f"the checkpoint fits more than one {kind} ({', '.join(sorted(found))}); name one of them")
-    return next(iter(found), None)
-
-
-def choose(names: ParserNames, template: str | None, architectures: Sequence[str] = ()) -> ParserNames:
-    """Puts the checkpoint's own parsers where "auto" was asked for, and refuses unknown names."""
-    tools = choose_tools(template, architectures) if names.tools == "auto" else names.tools
-    reasoning = choose_reasoning(template) if names.reasoning == "auto" else names.reasoning
-    if tools is not None:
-        tool_parsers[tools]  # an unknown name is refused with the known ones
-    if reasoning is not None:
-        reasoning_parsers[reasoning]
-    return ParserNames(tools, reasoning)
+        return Choice(None, f"{where} fits several: {', '.join(sorted(found))}; name one of them")
+    ((name, mark),) = found.items()
+    return Choice(name, f"{where} holds {mark}")
 
 
 class AnswerParser:
     """One answer's text through its reasoning parser and its tool parser; either may be missing."""
 
-    def __init__(self, reasoning: Parser | None = None, tools: Parser | None = None) -> None:
+    def __init__(self, reasoning: ReasoningParser | None = None, tools: Parser | None = None) -> None:
         self._reasoning = reasoning
         self._tools = tools
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what was fed last is reasoning."""
+        return self._reasoning is not None and self._reasoning.thinks
 
     def feed(self, text: str) -> list[Event]:
         if self._reasoning is not None:
@@ -96,7 +129,7 @@ class AnswerParser:
 
 
 def answer_parser(names: ParserNames, prompt: str = "", options: ToolOptions | None = None) -> AnswerParser:
-    """A fresh parser for one answer to a prompt (its rendered text, which may have opened the reasoning)."""
+    """A fresh parser for one answer to a prompt (its text or the end of it, which may have opened the reasoning)."""
     reasoning = tools = None
     if names.reasoning is not None:
         kind = reasoning_parsers[names.reasoning]

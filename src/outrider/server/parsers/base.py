@@ -47,6 +47,22 @@ class ToolCallEnd:
 Event = Text | Reasoning | ToolCallBegin | ToolArguments | ToolCallEnd
 
 
+def merged(events: Iterable[Event]) -> list[Event]:
+    """Neighbouring events of one kind as one."""
+    found: list[Event] = []
+    for event in events:
+        match found[-1] if found else None, event:
+            case Text(first), Text(second):
+                found[-1] = Text(first + second)
+            case Reasoning(first), Reasoning(second):
+                found[-1] = Reasoning(first + second)
+            case ToolArguments(index, first), ToolArguments(same, second) if index == same:
+                found[-1] = ToolArguments(index, first + second)
+            case _:
+                found.append(event)
+    return found
+
+
 class Parser(Protocol):
     def feed(self, text: str) -> list[Event]:
         """What the next piece of text settles; neighbouring events of one kind come as one."""
@@ -149,6 +165,9 @@ class Scanner:
     def held_since(self, start: int) -> str:
         return "".join(self._held[start:])
 
+    def reached(self, marker: str) -> None:
+        """A marker is complete; what follows it is not there yet."""
+
     def advance(self) -> Steps:
         if self._pushed:
             self.char = self._pushed.pop()
@@ -175,6 +194,8 @@ class Scanner:
             if not self.char or not any(literal.startswith(taken + self.char) for literal in literals):
                 break
             taken += self.char
+            if taken in literals:
+                self.reached(taken)
             yield from self.hold()
         if taken:
             del self._held[-len(taken) :]
@@ -197,6 +218,7 @@ class Scanner:
                 tail = tail[1:]
             self._held = list(tail)
             if tail in markers:
+                self.reached(tail)
                 yield from self.advance()
                 return tail
             if not tail and not self._pushed:

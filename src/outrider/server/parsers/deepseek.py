@@ -2,16 +2,31 @@
 Both stand between special tokens, and what follows the separator tells them apart."""
 
 from outrider.server.parsers.base import MalformedError, Steps
+from outrider.server.parsers.forced import Format, Wanted, literal, sequence, tag
 from outrider.server.parsers.tool_calls import SPACES, ToolParser, tool_parsers
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
+FENCE = "```json"  # in the templates of V3 and R1
 
 
 @tool_parsers.register("deepseek", "deepseek_v3", "deepseek_v31", "deepseek_r1")
 class DeepSeekParser(ToolParser):
     markers = (CALLS_BEGIN, CALL_BEGIN)
+    marks = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+
+    @classmethod
+    def forced(cls, wanted: Wanted) -> Format:
+        fenced, separator = FENCE in wanted.template, wanted.mark(SEPARATOR)
+        calls = []
+        for name in wanted.tools:
+            parts = [literal(name), separator, wanted.arguments(name)]
+            if fenced:
+                before, after = literal(f"{name}\n{FENCE}\n"), literal("\n```")
+                parts = [literal("function"), separator, before, wanted.arguments(name), after]
+            calls.append(tag(wanted.mark(CALL_BEGIN), sequence(*parts), wanted.mark(CALL_END)))
+        return sequence(wanted.mark(CALLS_BEGIN), wanted.listed(calls, "\n" if fenced else ""), wanted.mark(CALLS_END))
 
     def calls(self, marker: str) -> Steps:
         if marker == CALLS_BEGIN:
@@ -36,7 +51,7 @@ class DeepSeekParser(ToolParser):
         if self.char != "{":  # what came first was the type: "function"
             name = yield from self.plain_name()
             yield from self.skip(SPACES)
-            yield from self.expect("```json", "```JSON")
+            yield from self.expect(FENCE, FENCE.upper())
             yield from self.skip(SPACES)
         yield from self.arguments(name)
         yield from self.skip(SPACES + "`}")

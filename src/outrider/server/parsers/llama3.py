@@ -2,6 +2,7 @@
 Several calls are separated by `;`. Without the tag, only JSON that opens the answer can be a call."""
 
 from outrider.server.parsers.base import Steps, Text
+from outrider.server.parsers.forced import Format, Wanted, json_call
 from outrider.server.parsers.tool_calls import SPACES, ToolParser, tool_parsers
 
 PYTHON_TAG = "<|python_tag|>"
@@ -10,6 +11,12 @@ PYTHON_TAG = "<|python_tag|>"
 @tool_parsers.register("llama3", "llama3_json", "llama4_json")
 class Llama3Parser(ToolParser):
     markers = (PYTHON_TAG,)
+    marks = (PYTHON_TAG,)
+
+    @classmethod
+    def forced(cls, wanted: Wanted) -> Format:
+        """Without the tag, as the model is used to: that announces its built-in tools."""
+        return wanted.listed([json_call(wanted, name, "parameters") for name in wanted.tools], "; ")
 
     def run(self) -> Steps:
         while self.char and self.char in SPACES:

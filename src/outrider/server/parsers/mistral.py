@@ -2,6 +2,7 @@
 `[TOOL_CALLS]name[ARGS]{...}`, with `[CALL_ID]id` after the name where the template asks for it."""
 
 from outrider.server.parsers.base import MalformedError, Steps
+from outrider.server.parsers.forced import Format, Wanted, json_call, literal, sequence, tag
 from outrider.server.parsers.tool_calls import ID_LEN, SPACES, ToolParser, short_id, tool_parsers
 
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -10,7 +11,17 @@ TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 @tool_parsers.register("mistral")
 class MistralParser(ToolParser):
     markers = (TOOL_CALLS,)
+    marks = (TOOL_CALLS, CALL_ID, ARGS)
     default_id = staticmethod(short_id)
+
+    @classmethod
+    def forced(cls, wanted: Wanted) -> Format:
+        begin = wanted.mark(TOOL_CALLS)
+        if ARGS not in wanted.special_ids:
+            calls = wanted.listed([json_call(wanted, name, "arguments") for name in wanted.tools], ", ")
+            return sequence(begin, literal("["), calls, literal("]"))
+        named = (sequence(literal(name), wanted.mark(ARGS), wanted.arguments(name)) for name in wanted.tools)
+        return wanted.listed([tag(begin, call, literal("")) for call in named], "")
 
     def calls(self, marker: str) -> Steps:
         yield from self.skip(SPACES)

@@ -13,12 +13,20 @@ class ReasoningParser(Scanner):
 
     def __init__(self, opened: bool = False) -> None:
         self._opened = opened
+        self.thinks = opened  # whether the last character was reasoning
         super().__init__()
+
+    @classmethod
+    def marks(cls) -> tuple[str, ...]:
+        return cls.open, cls.close
 
     @classmethod
     def opened_by(cls, prompt: str) -> bool:
         """Whether a prompt ends inside reasoning."""
         return prompt.rstrip().endswith(cls.open)
+
+    def reached(self, marker: str) -> None:
+        self.thinks = marker == self.open
 
     def run(self) -> Steps:
         if not self._opened:

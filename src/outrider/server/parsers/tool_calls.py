@@ -4,8 +4,9 @@
 import json
 import secrets
 import string
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.registry import Registry
 from outrider.server.parsers.base import (
@@ -17,6 +18,7 @@ from outrider.server.parsers.base import (
     ToolCallBegin,
     ToolCallEnd,
 )
+from outrider.server.parsers.forced import Format, Wanted
 
 SPACES = " \t\r\n"
 MAX_NAME_LEN = 256
@@ -42,6 +44,7 @@ def short_id() -> str:
 @dataclass(frozen=True)
 class ToolOptions:
     tool_names: frozenset[str] | None = None  # the tools of the request; only calls without a marker are checked
+    schemas: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)  # of their arguments
     make_id: Callable[[], str] | None = None  # None: what the form is used to
     held_limit: int = HELD_LIMIT
 
@@ -62,7 +65,8 @@ class ToolParser(Scanner):
     name and the start of its arguments are known is text, marker included; one that breaks off later is ended with
     the arguments as written and closed=False."""
 
-    markers: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()  # what opens calls
+    marks: tuple[str, ...] = ()  # all that may be special tokens
     default_id: Callable[[], str] = staticmethod(long_id)
 
     def __init__(self, options: ToolOptions | None = None) -> None:
@@ -71,6 +75,11 @@ class ToolParser(Scanner):
         self._open = False  # a call has begun and not ended
         self._ids: set[str] = set()
         super().__init__(self._options.held_limit)
+
+    @classmethod
+    def forced(cls, wanted: Wanted) -> Format:
+        """The grammar of an answer that is calls and nothing else, as the model is used to write them."""
+        raise NotImplementedError
 
     def run(self) -> Steps:
         while marker := (yield from self.until(self.markers)):
@@ -89,6 +98,14 @@ class ToolParser(Scanner):
         self.release()
 
     # one call
+
+    @property
+    def index(self) -> int:
+        """Of the call that is being read."""
+        return self._num_calls
+
+    def schema_of(self, name: str) -> Mapping[str, Any]:
+        return self._options.schemas.get(name) or {}
 
     def begin(self, name: str, id: str | None = None) -> None:
         make = self._options.make_id or self.default_id

@@ -1,0 +1,220 @@
+"""`outrider bench overhead`: how much of the engine's speed the server delivers. The same chats through the engine
+alone, through the server as streams and through the server as whole answers, in turn; the answers must be the same."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider.bench.commands import MaxTokens, NumRuns, progress_bar
+from outrider.bench.interleave import Progress, Spread
+from outrider.bench.options import (
+    AsJson,
+    Draft,
+    Model,
+    NumSpeculativeTokens,
+    SpeculativeJson,
+    speculative_from,
+)
+from outrider.bench.prompts import CHAT, REPETITION
+from outrider.bench.raw_client import RawAnswer, ask_all
+from outrider.bench.server_process import ServerProcess, server_process
+from outrider.console import checkpoint_name, open_consoles
+from outrider.llm import LLM
+from outrider.sampling_params import SamplingParams
+
+OFFLINE, STREAMED, WHOLE = "engine alone", "server, streamed", "server, whole"
+WANTED = 0.9
+
+Concurrency = Annotated[int, typer.Option("--concurrency", help="Requests at once, and --max-num-seqs.", min=1)]
+NumPrompts = Annotated[int, typer.Option("--num-prompts", help="Requests in each pass.", min=1)]
+Threads = Annotated[int, typer.Option("--threads", help="CPU threads of either engine.", min=1)]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All prompts, answered once."""
+
+    seconds: float
+    texts: list[str]
+    num_tokens: int
+    cpu: float  # seconds of the process that computed it
+    client_cpu: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def tokens_per_cpu_second(self) -> float:
+        """What a crowded machine does not change much."""
+        return self.num_tokens / self.cpu
+
+
+@dataclass(frozen=True)
+class Task:
+    prompts: Sequence[str]
+    max_tokens: int
+    concurrency: int
+
+    def messages(self) -> list[list[dict[str, str]]]:
+        return [[{"role": "user", "content": text}] for text in self.prompts]
+
+
+def overhead_command(
+    model: Model = None,
+    draft: Draft = None,
+    speculative_config: SpeculativeJson = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    concurrency: Concurrency = 16,
+    num_prompts: NumPrompts = 48,
+    max_tokens: MaxTokens = 128,
+    num_runs: NumRuns = 5,
+    threads: Threads = 1,
+    as_json: AsJson = False,
+) -> None:
+    """The server against the engine that is inside it: same chats, same batch, greedy, in turn.
+
+    The client reads bytes and counts afterwards; its share of a core is shown. Needs Linux and the serve extra.
+
+    \b
+    Example:
+      outrider bench overhead --concurrency 16
+    """
+    texts = [*CHAT, *REPETITION]
+    task = Task([texts[number % len(texts)] for number in range(num_prompts)], max_tokens, concurrency)
+    arguments = _arguments(model, draft, speculative_config, num_speculative_tokens)
+    consoles = open_consoles()
+    torch.set_num_threads(threads)
+    with progress_bar(consoles.about) as progress, ExitStack() as opened:
+        llm = opened.enter_context(
+            LLM(
+                model,
+                speculative_from(model, draft, speculative_config, num_speculative_tokens),
+                max_num_seqs=concurrency,
+                enable_prefix_caching=False,
+            )
+        )
+        log = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "server.log"
+        own = ["--max-num-seqs", str(concurrency), "--no-enable-prefix-caching"]
+        server = opened.enter_context(server_process([*arguments, *own], log, threads))
+        passes = run_in_turn(llm, server, task, num_runs, progress)
+    report = to_dict(passes, task, threads) | {"model": checkpoint_name(model) if model else "embedded default"}
+    if not as_json:
+        show(consoles.out, report)
+    typer.echo(json.dumps(report))
+
+
+def _arguments(model: str | None, draft: str | None, config: str | None, num_tokens: int | None) -> list[str]:
+    named = {"--draft": draft, "--speculative-config": config, "--num-speculative-tokens": num_tokens}
+    given = [part for name, value in named.items() if value is not None for part in (name, str(value))]
+    return [*([model] if model is not None else []), *given]
+
+
+def run_in_turn(
+    llm: LLM, server: ServerProcess, task: Task, num_runs: int, progress: Progress | None = None
+) -> dict[str, list[Pass]]:
+    """Every side once to warm up, then `num_runs` times, never in the same order twice in a row."""
+    sides: dict[str, Callable[[], Pass]] = {
+        OFFLINE: lambda: alone(llm, task),
+        STREAMED: lambda: served(server, task, stream=True),
+        WHOLE: lambda: served(server, task, stream=False),
+    }
+    names, passes = list(sides), {name: list[Pass]() for name in sides}
+    total = len(names) * (num_runs + 1)
+    for number in range(total):
+        turn, place = divmod(number, len(names))
+        name = names[(turn + place) % len(names)]
+        if progress is not None:
+            progress(name, number, total)
+        made = sides[name]()
+        if turn > 0:
+            passes[name].append(made)
+    return passes
+
+
+def alone(llm: LLM, task: Task) -> Pass:
+    """As a server must: the chat template and the tokenizer are part of it."""
+    params = SamplingParams(temperature=0, max_tokens=task.max_tokens, ignore_eos=True)
+    cpu, begin = time.process_time(), time.perf_counter()
+    outputs = llm.chat(task.messages(), params)
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    texts = [output.outputs[0].text for output in outputs]
+    return Pass(seconds, texts, sum(len(output.outputs[0].token_ids) for output in outputs), cpu)
+
+
+def served(server: ServerProcess, task: Task, *, stream: bool) -> Pass:
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": task.max_tokens, "ignore_eos": True}
+    if stream:
+        options |= {"stream": True, "stream_options": {"include_usage": True}}
+    bodies = [{"messages": messages, **options} for messages in task.messages()]
+    cpu, client, begin = server.cpu_seconds, time.process_time(), time.perf_counter()
+    answers = ask_all((server.host, server.port), "/v1/chat/completions", bodies, task.concurrency)
+    seconds = time.perf_counter() - begin
+    client, cpu = time.process_time() - client, server.cpu_seconds - cpu
+    read = [_read(answer) for answer in answers]
+    return Pass(seconds, [text for text, _ in read], sum(count for _, count in read), cpu, client)
+
+
+def _read(answer: RawAnswer) -> tuple[str, int]:
+    if answer.status != 200:
+        raise ValueError(f"the server answered {answer.status}: {answer.body[:300]!r}")
+    chunks = answer.chunks
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    text = "".join((choice.get("delta") or choice["message"]).get("content") or "" for choice in choices)
+    return text, int(chunks[-1]["usage"]["completion_tokens"])
+
+
+def to_dict(passes: dict[str, list[Pass]], task: Task, threads: int) -> dict[str, Any]:
+    plain = passes[OFFLINE]
+    report: dict[str, Any] = {
+        "benchmark": "bench overhead",
+        "concurrency": task.concurrency,
+        "num_prompts": len(task.prompts),
+        "max_tokens": task.max_tokens,
+        "num_runs": len(plain),
+        "threads": threads,
+        "sides": {},
+        "identical": all(made.texts == plain[0].texts for side in passes.values() for made in side),
+    }
+    for name, side in passes.items():
+        pairs = list(zip(side, plain, strict=True))
+        figures = {
+            "tokens_per_second": [made.tokens_per_second for made in side],
+            "of_the_engine": [own.tokens_per_second / ref.tokens_per_second for own, ref in pairs],
+            "of_the_engine_by_cpu_time": [own.tokens_per_cpu_second / ref.tokens_per_cpu_second for own, ref in pairs],
+            "cores": [made.cpu / made.seconds for made in side],
+            "client_cores": [made.client_cpu / made.seconds for made in side],
+        }
+        report["sides"][name] = {what: Spread(tuple(values)).to_dict() for what, values in figures.items()}
+    ratios = [report["sides"][name]["of_the_engine"]["median"] for name in (STREAMED, WHOLE)]
+    return report | {"wanted": WANTED, "reached": min(ratios) >= WANTED}
+
+
+def show(console: Console, report: dict[str, Any]) -> None:
+    asked = (
+        f"{report['num_prompts']} chats, {report['concurrency']} at once, {report['max_tokens']} tokens each, greedy"
+    )
+    head = f"{report['model']}: {asked}; medians of {report['num_runs']} passes in turn"
+    console.print(head, highlight=False, soft_wrap=True)
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for title in ("side", "tokens/s", "of engine", "range", "by CPU time", "cores", "client"):
+        table.add_column(title, no_wrap=True, justify="left" if title == "side" else "right")
+    for name, figures in report["sides"].items():
+        share = figures["of_the_engine"]
+        cells = [f"{figures['tokens_per_second']['median']:.0f}", f"{share['median']:.1%}"]
+        cells += [f"{share['min']:.2f}-{share['max']:.2f}", f"{figures['of_the_engine_by_cpu_time']['median']:.1%}"]
+        table.add_row(name, *cells, *(f"{figures[which]['median']:.2f}" for which in ("cores", "client_cores")))
+    console.print(table)
+    console.print(f"identical answers: {'yes' if report['identical'] else 'NO'}", highlight=False)

@@ -1,0 +1,99 @@
+"""`outrider serve` as a process of its own: started on a free port, watched, asked about, and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+START_SECONDS = 300.0
+
+
+@dataclass
+class ServerProcess:
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path  # its standard error
+
+    @property
+    def host(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return str(answer.read().decode())
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes."""
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def num_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    @property
+    def num_threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/task"))
+
+    @property
+    def cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait_until_ready(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while not self._is_ready():
+            if self.process.poll() is not None or time.monotonic() > end:
+                lines = self.log.read_text(errors="replace").splitlines()
+                raise ValueError(f"the server did not start; it said: {' '.join(lines[-3:]) or 'nothing'}")
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        try:
+            return bool(self.get("/health/ready"))
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+
+@contextmanager
+def server_process(arguments: Sequence[str], log: Path, threads: int | None = None) -> Iterator[ServerProcess]:
+    """`arguments` go to `outrider serve`; `threads` is what OMP_NUM_THREADS says to it."""
+    if not Path("/proc/self/statm").exists():
+        raise ValueError("watching a server's memory and file handles needs Linux (/proc)")
+    port = _free_port()
+    command = [sys.executable, "-m", "outrider", "serve", "--port", str(port), *arguments]
+    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads is not None else {})
+    environment.pop("OUTRIDER_API_KEY", None)
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, env=environment)
+    server = ServerProcess(process, port, log)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

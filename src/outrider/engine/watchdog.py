@@ -1,0 +1,184 @@
+"""Watches how many draft tokens are accepted, and acts where acceptance has died: first what is remembered of the
+request is computed again, then it decodes plainly. What is said never changes, only how soon."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.config import WatchdogConfig
+
+CONTEXTS = (256, 1024, 4096, 16384, 65536)  # upper ends of the buckets of context length
+MAX_NOTICES = 1000  # that nobody has taken
+MAX_FAILED_REBUILDS = 3  # in a row: whatever ails the drafter at such lengths, it is not its memory
+LONGEST_REST = 16  # times the shortest
+HOPE = 1.0  # accepted tokens a round: the average that everything begins with
+# In terms of what counts as dead: what averages begin anew with after a rebuild (nothing accepted: dead again after 14
+# rounds) and when a rest is over (after 4 rounds), and what it takes to count as alive again.
+AFTER_REBUILD, ON_TRIAL, ALIVE = 2.5, 1.25, 3.0
+
+
+def context_bucket(context_len: int) -> str:
+    number = bisect.bisect_left(CONTEXTS, context_len)
+    return f"<={CONTEXTS[number]}" if number < len(CONTEXTS) else f">{CONTEXTS[-1]}"
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that a log should hold."""
+
+    event: str
+    fields: dict[str, Any]
+    is_alarm: bool = False
+
+
+@dataclass
+class Average:
+    """Moving averages over the last rounds that had a draft."""
+
+    window: int
+    accepted: float = HOPE  # tokens a round
+    share: float = 0.0  # of what was drafted
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        self.accepted += (num_accepted - self.accepted) / self.window
+        self.share += (num_accepted / num_drafts - self.share) / self.window
+
+
+@dataclass
+class Bucket:
+    """All requests with contexts of similar length."""
+
+    average: Average
+    failed_rebuilds: int = 0  # in a row
+
+
+@dataclass
+class Standing:
+    """How drafting stands for one request."""
+
+    average: Average | None = None
+    plain_rounds: int = 0  # yet to come before drafts are tried again
+    rest: int = 0  # how many there will be the next time; 0: it has never died
+    needs_rebuild: bool = False  # what target and drafter remember of it is to be computed again
+    rebuilt: bool = False
+    on_trial: bool = False  # since a rebuild or a rest
+    is_suspicious: bool = False
+
+    @property
+    def is_resting(self) -> bool:
+        return self.plain_rounds > 0
+
+
+@dataclass
+class Counts:
+    rebuilds: int = 0
+    fallbacks: int = 0  # requests that went on plainly
+    recoveries: int = 0
+
+
+class Watchdog:
+    """Told of every round by the engine. Of requests it keeps nothing: their `Standing` is theirs."""
+
+    def __init__(self, settings: WatchdogConfig, *, acts: bool, rebuilds: bool) -> None:
+        self.settings = settings
+        self._acts, self._rebuilds = acts, rebuilds
+        self.counts = Counts()
+        self.average = Average(settings.engine_window)
+        self.buckets: dict[str, Bucket] = {}
+        self.is_dead = False  # acceptance of all requests together
+        self.is_suspicious = False
+        self._notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
+
+    def take_notices(self) -> list[Notice]:
+        taken = list(self._notices)
+        self._notices.clear()
+        return taken
+
+    def plain_round(self, standing: Standing) -> None:
+        """A request had no draft in this round."""
+        if standing.plain_rounds == 1:
+            self._try(standing, ON_TRIAL)
+        standing.plain_rounds = max(standing.plain_rounds - 1, 0)
+
+    def drafted_round(self, standing: Standing, name: str, context_len: int, made: tuple[int, int]) -> None:
+        """A request had a draft: how many tokens were `made`, (drafted, accepted)."""
+        context = context_bucket(context_len)
+        bucket = self.buckets.setdefault(context, Bucket(Average(self.settings.engine_window)))
+        standing.average = standing.average or Average(self.settings.window)
+        for average in (standing.average, bucket.average, self.average):
+            average.add(*made)
+        self._judge_engine()
+        self._suspect(standing, name, context)
+        dead, accepted = self.settings.dead_acceptance, standing.average.accepted
+        if standing.on_trial and accepted >= ALIVE * dead:
+            self._recover(standing, bucket, _fields(name, context, standing))
+        elif accepted < dead and self._acts:
+            self._bury(standing, bucket, _fields(name, context, standing))
+
+    # one request
+
+    def _bury(self, standing: Standing, bucket: Bucket, fields: dict[str, Any]) -> None:
+        """It has died."""
+        if standing.on_trial and standing.rest == 0:  # the rebuild has not helped
+            bucket.failed_rebuilds += 1
+        helpful = bucket.failed_rebuilds < MAX_FAILED_REBUILDS or self._lives(bucket.average)
+        if self._rebuilds and not standing.rebuilt and helpful:
+            standing.rebuilt = standing.needs_rebuild = True
+            self.counts.rebuilds += 1
+            self._try(standing, AFTER_REBUILD)
+            self._tell("drafter_rebuild", fields)
+            return
+        if standing.rest == 0:
+            self.counts.fallbacks += 1
+            self._tell("drafter_fallback", fields)
+        standing.rest = min(max(2 * standing.rest, self.settings.rest), LONGEST_REST * self.settings.rest)
+        standing.plain_rounds = standing.rest
+
+    def _try(self, standing: Standing, hope: float) -> None:
+        assert standing.average is not None
+        standing.on_trial = True
+        standing.average.accepted = hope * self.settings.dead_acceptance
+
+    def _recover(self, standing: Standing, bucket: Bucket, fields: dict[str, Any]) -> None:
+        if standing.rest == 0:  # it was the rebuild
+            bucket.failed_rebuilds = 0
+        standing.on_trial, standing.rest = False, 0
+        self.counts.recoveries += 1
+        self._tell("drafter_recovered", fields)
+
+    def _suspect(self, standing: Standing, name: str, context: str) -> None:
+        """Almost everything is accepted: the text is a loop, or whoever judges is broken."""
+        assert standing.average is not None
+        suspicious = standing.average.share >= self.settings.suspicious_share
+        if suspicious and not standing.is_suspicious and not self.is_suspicious:
+            self._tell("acceptance_suspicious", _fields(name, context, standing), is_alarm=True)
+        standing.is_suspicious = standing.is_suspicious or suspicious
+
+    # all of them
+
+    def _judge_engine(self) -> None:
+        fields = {"accepted": round(self.average.accepted, 3), "share": round(self.average.share, 3)}
+        if not self.is_dead and self.average.accepted < self.settings.dead_acceptance:
+            self.is_dead = True
+            self._tell("acceptance_dead", fields, is_alarm=True)
+        elif self.is_dead and self._lives(self.average):
+            self.is_dead = False
+            self._tell("acceptance_alive", fields)
+        suspicious = self.average.share >= self.settings.suspicious_share
+        if suspicious and not self.is_suspicious:
+            self._tell("acceptance_suspicious", fields, is_alarm=True)
+        self.is_suspicious = suspicious
+
+    def _lives(self, average: Average) -> bool:
+        return average.accepted >= ALIVE * self.settings.dead_acceptance
+
+    def _tell(self, event: str, fields: dict[str, Any], *, is_alarm: bool = False) -> None:
+        self._notices.append(Notice(event, fields, is_alarm))
+
+
+def _fields(name: str, context: str, standing: Standing) -> dict[str, Any]:
+    assert standing.average is not None
+    return {"id": name, "context": context, "accepted": round(standing.average.accepted, 3)}

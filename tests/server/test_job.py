@@ -1,0 +1,122 @@
+"""From the engine's thread to the event loop: in order, woken once a step, and never left waiting."""
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from running import Running, wait_for
+
+from outrider.engine.request import Request
+from outrider.outputs import CompletionOutput
+from outrider.sampling_params import SamplingParams
+from outrider.server import job as job_module
+from outrider.server.errors import ApiError, bad_request
+from outrider.server.job import Accepted, Job, Piece, send_all
+
+
+def request() -> Request:
+    return Request("r", [1, 2], SamplingParams(), 0)
+
+
+def piece(index: int, text: str, *, last: bool = False) -> Piece:
+    final = CompletionOutput.of(request(), index) if last else None
+    return Piece(index, text, [], [], [], [], final=final)
+
+
+def new_job(num_requests: int = 1, seconds: float = 60.0) -> Job:
+    return Job("j", [request() for _ in range(num_requests)], time.monotonic() + seconds)
+
+
+def test_a_step_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        jobs = [new_job(2) for _ in range(3)]
+        wakes = []
+        honest = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (wakes.append(1), honest(*given)))
+
+        def engine() -> None:
+            for number in range(4):
+                last = number == 3
+                send_all([(job, piece(index, str(number), last=last)) for job in jobs for index in (0, 1)])
+
+        thread = threading.Thread(target=engine)
+        thread.start()
+        for job in jobs:
+            texts = {0: "", 1: ""}
+            async for found in job.pieces():
+                texts[found.index] += found.text
+            assert texts == {0: "0123", 1: "0123"}
+        thread.join()
+        assert len(wakes) == 4
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client is told all the same, after what had come until then; and nothing is left behind."""
+    monkeypatch.setattr(job_module, "GRACE", 0.05)
+
+    async def main() -> None:
+        job = new_job(seconds=0.05)
+        job.send(Accepted())
+        await job.accepted()
+        job.send(piece(0, "one"))
+        found = []
+        try:
+            async for each in job.pieces():
+                found.append(each.text)
+        except ApiError as error:
+            found.append(error.code or "")
+        assert found == ["one", "deadline_exceeded"]
+
+    asyncio.run(main())
+
+
+def test_no_timer_outlives_its_job() -> None:
+    """Deadlines are minutes away: what waited for them would keep every job that ever was."""
+
+    async def main() -> list[Any]:
+        loop: Any = asyncio.get_running_loop()
+        for _ in range(20):
+            job = new_job(seconds=600)
+            job.send(Accepted(), piece(0, "one"), piece(0, "two", last=True))
+            await job.accepted()
+            assert [each.text async for each in job.pieces()] == ["one", "two"]
+            broken = new_job(seconds=600)
+            broken.send(bad_request("no"))
+            with pytest.raises(ApiError):
+                await broken.accepted()
+        return [timer for timer in loop._scheduled if not timer.cancelled()]
+
+    assert asyncio.run(main()) == []
+
+
+def test_a_loop_that_has_gone() -> None:
+    async def main() -> Job:
+        return new_job()
+
+    job = asyncio.run(main())
+    job.send(piece(0, "one"))
+    assert job.closed
+
+
+def test_gauges_after_an_abort(running: Running) -> None:
+    """No step follows the last abort, and the gauges must not stay as they were in the last step."""
+    body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{", "vllm:kv_cache_usage_perc{")
+
+    def gauges() -> list[float]:
+        lines = running.get("/metrics").text.splitlines()
+        return [float(line.rpartition(" ")[2]) for name in names for line in lines if line.startswith(name)]
+
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert gauges()[0] == 1
+        assert gauges()[2] > 0
+    running.wait_until_idle()
+    wait_for(lambda: gauges() == [0, 0, 0], 3)
