@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import native
-from outrider.kernels.dispatch import use_native
+from outrider.kernels.dispatch import use_native, use_triton
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -13,6 +13,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def tables_reference(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    angles = positions.float() * inv_freq
+    return angles.cos() * scaling, angles.sin() * scaling
+
+
+def tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, R / 2] of positions [T, 1], or [T, R / 2] where every frequency has its own."""
+    if use_triton(positions) and positions.shape[1] == 1:
+        from outrider.kernels.gpu import rope as gpu
+
+        return gpu.tables(positions[:, 0], inv_freq, scaling)
+    return tables_reference(positions, inv_freq, scaling)
 
 
 def rope_write_reference(
@@ -31,4 +45,8 @@ def rope_write(
     """q [T, heads, D] and k, v [T, kv heads, D] -> rotated q; k and v go to `locations` [T] of the pages."""
     if use_native(q):
         return native.rope_write(q, k, v, *rotary, *pages, locations)
+    if use_triton(q):
+        from outrider.kernels.gpu import rope as gpu
+
+        return gpu.rope_write(q, k, v, rotary, pages, locations)
     return rope_write_reference(q, k, v, rotary, pages, locations)

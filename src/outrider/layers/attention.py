@@ -65,12 +65,13 @@ class SelfAttention(CachedLayer):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def finish(self, attended: Tensor, x: Tensor) -> Tensor:
-        """attended [T, heads, D] and the layer's input [T, in] -> [T, H]."""
-        return self.output(attended.flatten(1))
+    def finish(self, attended: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """attended [T, heads, D] and the layer's input [T, in] -> [T, H], added to the residual if there is one."""
+        return self.output(attended.flatten(1), residual)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
+        """x [T, in] -> [T, H], added to the residual if there is one."""
         assert self.pages is not None, "the layer has no cache memory yet"
         q, k, v = self.project(x)
         q = rope_write(q, k, v, self.rotary(batch), self.pages, batch.write_locations)
-        return self.finish(paged_attention(q, self.pages, batch, self.options, self.sinks), x)
+        return self.finish(paged_attention(q, self.pages, batch, self.options, self.sinks), x, residual)
