@@ -15,6 +15,7 @@ from outrider.kernels.gpu import linear as gpu_linear  # noqa: E402
 from outrider.kernels.gpu import norm as gpu_norm  # noqa: E402
 from outrider.kernels.gpu import rope as gpu_rope  # noqa: E402
 from outrider.kernels.gpu import sampling as gpu_sampling  # noqa: E402
+from outrider.kernels.norm import rms_norm_reference  # noqa: E402
 from outrider.types import Batch  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -160,8 +161,9 @@ def test_activation(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [None, (0.0, False), (1.0, True)])
 @pytest.mark.parametrize(("dim", "half"), [(16, 8), (24, 4), (48, 24), (16, 0)])
-def test_rope_write(dim: int, half: int, dtype: torch.dtype) -> None:
+def test_rope_write(dim: int, half: int, norm: tuple[float, bool] | None, dtype: torch.dtype) -> None:
     num_rows, heads, kv_heads, page_size = 5, 3, 2, 4
     qkv = random(num_rows, heads + 2 * kv_heads, dim, dtype=dtype)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -172,8 +174,16 @@ def test_rope_write(dim: int, half: int, dtype: torch.dtype) -> None:
         return tuple(torch.zeros(8, page_size, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in range(2))  # type: ignore[return-value]
 
     ours, theirs = pages(), pages()
-    wanted = rope.rope_write_reference(q, k, v, rotary, theirs, locations)
-    check(gpu_rope.rope_write(q, k, v, rotary, ours, locations), wanted, dtype)
+    norms = None
+    normed = q, k
+    if norm is not None:
+        norms = rope.HeadNorms(random(dim, dtype=dtype), random(dim, dtype=dtype, seed=9), 1e-5, *norm)
+        normed = tuple(
+            rms_norm_reference(x, weight, 1e-5, offset=norm[0], wide=norm[1])
+            for x, weight in ((q, norms.q), (k, norms.k))
+        )  # type: ignore[assignment]
+    wanted = rope.rope_write_reference(*normed, v, rotary, theirs, locations)
+    check(gpu_rope.rope_write(q, k, v, rotary, ours, locations, norms), wanted, dtype)
     for mine, other in zip(ours, theirs, strict=True):
         check(mine, other, dtype)
 

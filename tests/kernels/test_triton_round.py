@@ -112,7 +112,10 @@ def test_settle_and_keep_taps(num_carried: int) -> None:
     assert ours.tails[1:].equal(theirs.tails[1:])
 
 
-@pytest.mark.parametrize(("first_key", "lag", "back", "extra"), [(0, 0, 0, 0), (1, 1, 0, 0), (1, 1, 2, 0), (0, 0, 0, 4)])
+FOLLOWING = [(0, 0, 0, 0), (1, 1, 0, 0), (1, 1, 2, 0), (0, 0, 0, 4)]
+
+
+@pytest.mark.parametrize(("first_key", "lag", "back", "extra"), FOLLOWING)
 def test_follow_and_shift(first_key: int, lag: int, back: int, extra: int) -> None:
     cache = make_cache(3)
     step = make_step(cache)

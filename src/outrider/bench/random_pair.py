@@ -15,6 +15,7 @@ from outrider.drafters.base import Drafter, drafters
 from outrider.engine.engine import Engine
 from outrider.engine.loader import building
 from outrider.engine.memory import parameter_bytes, plan_memory
+from outrider.layers.block import DecoderBlock
 from outrider.layers.exact import make_exact
 from outrider.layers.mtp import MtpModule
 from outrider.layers.norm import RMSNorm
@@ -97,7 +98,9 @@ class LlamaWithModules(Llama):
 
     def _module(self, number: int) -> MtpModule:
         norms = [RMSNorm(self.hidden_size, self.eps) for _ in range(3)]
-        block = self.block(number, self.layers[0].attention.shape, self.layers[0].attention.rotary)
+        first = self.layers[0]
+        assert isinstance(first, DecoderBlock)
+        block = self.block(number, first.attention.shape, first.attention.rotary)
         return MtpModule(norms, [block], head=None, embed=None)
 
     def _names(self, number: int, module: MtpModule) -> dict[str, Weight]:

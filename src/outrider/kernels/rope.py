@@ -1,10 +1,13 @@
 """Rotate queries and keys by their position, and write keys and values into their pages."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from outrider.kernels import native
 from outrider.kernels.dispatch import use_native, use_triton
+from outrider.kernels.norm import rms_norm
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -39,14 +42,36 @@ def rope_write_reference(
     return rotate(q, cos, sin)
 
 
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorm of every query and key head, before they are turned."""
+
+    q: Tensor  # [D]
+    k: Tensor  # [D]
+    eps: float
+    offset: float = 0.0
+    wide: bool = False
+
+
 def rope_write(
-    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], locations: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, Tensor],
+    locations: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """q [T, heads, D] and k, v [T, kv heads, D] -> rotated q; k and v go to `locations` [T] of the pages."""
-    if use_native(q):
-        return native.rope_write(q, k, v, *rotary, *pages, locations)
+    """q [T, heads, D] and k, v [T, kv heads, D] -> normed and turned q; k and v go to `locations` [T] of the pages."""
     if use_triton(q):
         from outrider.kernels.gpu import rope as gpu
 
-        return gpu.rope_write(q, k, v, rotary, pages, locations)
+        return gpu.rope_write(q, k, v, rotary, pages, locations, norms)
+    if norms is not None:
+        q, k = (
+            rms_norm(x, weight, norms.eps, offset=norms.offset, wide=norms.wide)
+            for x, weight in ((q, norms.q), (k, norms.k))
+        )
+    if use_native(q):
+        return native.rope_write(q, k, v, *rotary, *pages, locations)
     return rope_write_reference(q, k, v, rotary, pages, locations)

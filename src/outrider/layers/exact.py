@@ -4,15 +4,16 @@ from dataclasses import replace
 
 from torch import nn
 
-from outrider.kernels.attention import AttentionOptions
+from outrider.layers.attention import SelfAttention
 from outrider.layers.embedding import Head
 from outrider.layers.linear import Linear
+from outrider.layers.mla import LatentAttention
+from outrider.layers.shared_attention import SharedAttention
 
 
 def make_exact(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Linear | Head):
             module.exact = True
-        options = vars(module).get("options")
-        if isinstance(options, AttentionOptions):
-            module.options = replace(options, exact=True)
+        if isinstance(module, SelfAttention | SharedAttention | LatentAttention):
+            module.options = replace(module.options, exact=True)

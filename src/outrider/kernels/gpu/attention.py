@@ -10,11 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.gpu import launch
-
-WANTED_PROGRAMS = 512  # enough to keep every multiprocessor busy
+WANTED_PROGRAMS = 256  # enough to keep every multiprocessor busy
 MAX_PARTS = 64
-WARPS, STAGES = 4, 3
 
 
 @triton.jit
@@ -24,13 +21,10 @@ def _attend(
     num_heads, first_key, blocks_per_request, PAGE: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr, HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """A program has a few rows of one request, with all query heads that share a key head, and every PARTS-th block of
     keys. Rows and heads are laid out as row * GROUP + head."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     request = tl.program_id(0) // blocks_per_request
     block = tl.program_id(0) % blocks_per_request
     kv_head = tl.program_id(1)
@@ -119,12 +113,8 @@ def _attend(
 def _combine(
     partial, maxima, sums, sinks, out, num_heads,
     PARTS: tl.constexpr, HAS_SINKS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for a head of a row."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     cell = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     place = tl.arange(0, BLOCK_VALUE)
@@ -194,7 +184,7 @@ def paged_attention(
         maxima = torch.empty(2, num_rows * num_heads * parts, dtype=torch.float32, device=q.device)
         maxima, sums = maxima.unbind()
     last_key, table = keys.last_key, keys.page_table
-    wide, early = max(dim, value_dim) > 256, launch.early(q)
+    wide = max(dim, value_dim) > 256
     _attend[(num_requests * blocks, num_kv_heads, parts)](
         q, k_pages, v_pages, table, keys.query_start, keys.indices, keys.indices if last_key is None else last_key,
         out if sinks is None else sinks, out, partial, maxima, sums,
@@ -203,14 +193,14 @@ def paged_attention(
         GROUP=group, PARTS=parts, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
         SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
         BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=block_m, BLOCK_N=32 if wide else 64,
-        IEEE=q.dtype == torch.float32, EARLY=early, num_warps=WARPS,
-        num_stages=2 if wide or q.dtype == torch.float32 else STAGES, **launch.options(early),
+        IEEE=q.dtype == torch.float32, num_warps=4,
+        num_stages=2 if wide or q.dtype == torch.float32 else 3,
     )  # fmt: skip
     if parts > 1:
         _combine[(num_rows * num_heads,)](
             partial, maxima, sums, out if sinks is None else sinks, out, num_heads,
             PARTS=parts, HAS_SINKS=sinks is not None, VALUE=value_dim,
-            BLOCK_VALUE=triton.next_power_of_2(value_dim), EARLY=early, num_warps=4 if parts * value_dim > 2048 else 1, **launch.options(early),
+            BLOCK_VALUE=triton.next_power_of_2(value_dim), num_warps=4 if parts * value_dim > 2048 else 1,
         )  # fmt: skip
     return out
 

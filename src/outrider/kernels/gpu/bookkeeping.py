@@ -66,11 +66,10 @@ def pack(
 ) -> Rows:
     """`width` rows of every seat: the last committed token, then the draft."""
     count, early = len(slots), launch.early(slots)
-    rows = Rows(
-        *(slots.new_empty(count * width) for _ in range(3)),
-        *(slots.new_empty(count) for _ in range(2)),
-        page_table.new_empty(count, page_table.shape[1]),
-    )
+    input_ids, indices, locations = (slots.new_empty(count * width) for _ in range(3))
+    starts, num_valid = (slots.new_empty(count) for _ in range(2))
+    table = page_table.new_empty(count, page_table.shape[1])
+    rows = Rows(input_ids, indices, locations, starts, num_valid, table)
     _pack[(count,)](
         slots, taken, allowed, state.tokens, state.computed, state.draft_count, page_table,
         rows.input_ids, rows.indices, rows.locations, rows.starts, rows.num_valid, rows.page_table,
@@ -229,10 +228,15 @@ def follow(step: Step, first_key: int, lag: int, back: int, extra: int) -> Follo
     batch, state, early = step.batch, step.state, launch.early(step.starts)
     num_requests, more = len(batch.slots), 1 + back + extra
     total = len(batch.input_ids) + more * num_requests
+    request, indices, positions, input_ids, locations = (batch.slots.new_empty(total) for _ in range(5))
     rows = Followed(
-        torch.empty_like(batch.query_start),
-        *(batch.slots.new_empty(total) for _ in range(5)),
-        torch.empty_like(batch.slots),
+        query_start=torch.empty_like(batch.query_start),
+        request=request,
+        indices=indices,
+        positions=positions,
+        input_ids=input_ids,
+        locations=locations,
+        last=torch.empty_like(batch.slots),
     )
     _follow[(num_requests, triton.cdiv(batch.max_rows + more, ROWS))](
         batch.slots, step.starts, step.num_rows, batch.query_start, state.lengths, state.tokens, batch.page_table,

@@ -31,8 +31,8 @@ def _rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0, wide: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """x [T, H] or [T, heads, D] (heads of a wider row, too), weight [H] or None -> the same shape, contiguous, or in `out` [T, H]
-    whose rows may be part of wider ones."""
+    """x [T, H] or [T, heads, D] (heads of a wider row, too), weight [H] or None -> the same shape, contiguous, or in
+    `out` [T, H], whose rows may be part of wider ones."""
     size = x.shape[-1]
     if x.dim() > 3 or x.stride(-1) != 1:
         x = x.contiguous().view(-1, size) if x.dim() > 3 else x.contiguous()
@@ -42,7 +42,8 @@ def rms_norm(
     if num_rows:
         block, early = triton.next_power_of_2(size), launch.early(x)
         _rms_norm[(num_rows,)](
-            x, out if weight is None else weight, out, size, out.stride(-2), x.stride(0), x.stride(-2), per_row, eps, offset,
+            x, out if weight is None else weight, out,
+            size, out.stride(-2), x.stride(0), x.stride(-2), per_row, eps, offset,
             HAS_WEIGHT=weight is not None, WIDE=wide, BLOCK=block, EARLY=early,
             num_warps=min(max(block // 512, 1), 16), **launch.options(early),
         )  # fmt: skip

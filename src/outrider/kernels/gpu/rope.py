@@ -3,11 +3,16 @@ to their pages: one launch for all heads."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.gpu import launch
+
+if TYPE_CHECKING:  # which imports this file in turn
+    from outrider.kernels.rope import HeadNorms
 
 
 @triton.jit
@@ -53,11 +58,8 @@ def _rope_write(
         scale = tl.rsqrt(square / dim + eps)
         first, second, third = first * scale, second * scale, third * scale
         if not WIDE:
-            first, second, third = (
-                first.to(kind).to(tl.float32),
-                second.to(kind).to(tl.float32),
-                third.to(kind).to(tl.float32),
-            )
+            first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
+            third = third.to(kind).to(tl.float32)
         first *= tl.load(weight + turning, mask=turns, other=0.0).to(tl.float32) + offset
         second *= tl.load(weight + half + turning, mask=turns, other=0.0).to(tl.float32) + offset
         third *= tl.load(weight + rest, mask=rest < dim, other=0.0).to(tl.float32) + offset
@@ -99,8 +101,9 @@ def rope_write(
     rotary: tuple[Tensor, Tensor],
     pages: tuple[Tensor, Tensor],
     locations: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """q [T, heads, D] and k, v [T, kv heads, D] -> rotated q; k and v go to `locations` [T] of the pages."""
+    """q [T, heads, D] and k, v [T, kv heads, D] -> turned q; k and v go to `locations` [T] of the pages."""
     cos, sin = rotary
     k_pages, v_pages = pages
     q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v))
@@ -109,12 +112,14 @@ def rope_write(
     num_kv_heads, half = k.shape[1], cos.shape[-1]
     if num_rows:
         early = launch.early(q)
+        weights = (out, out) if norms is None else (norms.q, norms.k)
+        settings = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
         _rope_write[(num_rows, num_heads + num_kv_heads + v.shape[1])](
-            q, k, v, cos, sin, out, out, k_pages, v_pages, locations, out,
+            q, k, v, cos, sin, *weights, k_pages, v_pages, locations, out,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2),
-            num_heads, num_kv_heads, dim, v.shape[-1], half, 0.0, 0.0,
-            NORM=False, WIDE=False,
+            num_heads, num_kv_heads, dim, v.shape[-1], half, *settings,
+            NORM=norms is not None, WIDE=norms is not None and norms.wide,
             BLOCK_HALF=max(triton.next_power_of_2(half), 1), BLOCK_REST=max(triton.next_power_of_2(dim - 2 * half), 1),
             BLOCK_VALUE=triton.next_power_of_2(v.shape[-1]), EARLY=early, num_warps=1, **launch.options(early),
         )  # fmt: skip
