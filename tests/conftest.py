@@ -1,12 +1,17 @@
 """Shared fixtures: tiny checkpoints made once a session, and both sets of kernels."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: tests run its kernels on the CPU
+
+import tiny
 
 from outrider.kernels import dispatch
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import METHODS, drafter_settings
+from samples import METHODS, drafter_settings, sample_target, suits
+from tiny import FAMILIES
 
 from outrider import LLM, SamplingParams
 
@@ -24,8 +25,9 @@ def test_speculation_on_a_gpu(
     method: str, temperature: float, target_path: Callable[..., Path], tmp_path: Path
 ) -> None:
     params = replace(PARAMS, temperature=temperature, seed=3)
-    path, tokens = target_path("qwen3"), []
-    settings = drafter_settings(method, tmp_path, target_path, "qwen3")
+    family = "qwen3" if suits(method, "qwen3") else next(each for each in FAMILIES if suits(method, each))
+    path, tokens = sample_target(method, tmp_path, target_path, family), []
+    settings = drafter_settings(method, tmp_path, target_path, family)
     for device, config in (("cpu", None), ("cuda", None), ("cuda", settings)):
         with LLM(path, config, device=device, dtype="float32", max_model_len=128) as llm:
             tokens.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)])

@@ -36,6 +36,7 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_tokens: int = 250_000  # of all of them together; about 250 bytes each
     suffix_decoding_max_spec_factor: float = 1.0  # draft tokens for each token of the match
     suffix_decoding_min_token_prob: float = 0.1  # a draft ends where its tokens' probability falls below
+    synthetic_acceptance_length: float | None = None  # for measuring rounds: accept so much, right or wrong
     parallel_drafting: bool = False  # all draft tokens in one pass, by a checkpoint that was trained for it
 
     @classmethod
@@ -74,6 +75,9 @@ class SpeculativeConfig:
                 raise ValueError(f"{name} must be {what} from {low:g} to {high:g}, not {value!r}")
         if not isinstance(self.parallel_drafting, bool):
             raise ValueError(f"parallel_drafting must be true or false, not {self.parallel_drafting!r}")
+        length = self.synthetic_acceptance_length
+        if length is not None and not (isinstance(length, int | float) and 1 <= length <= 65):
+            raise ValueError(f"synthetic_acceptance_length must be a number from 1 to 65, not {length!r}")
         if not isinstance(self.force, bool):
             raise ValueError(f"force must be true or false, not {self.force!r}")
         if self.method is None and self.model is None:
@@ -124,6 +128,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     num_predicted_tokens: int = 16  # drafted at once from a request's own prediction, at most
     watchdog: WatchdogConfig | None = WatchdogConfig()
+    enforce_eager: bool = False  # no CUDA graphs
+    exact: bool = False  # on a GPU too, no token depends on what else is computed with it, to the last bit
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_predicted_tokens <= 1024:

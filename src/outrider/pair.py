@@ -16,6 +16,7 @@ from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
 from outrider.engine.engine import Engine
 from outrider.engine.loader import Progress, build_drafter, build_target, building, lives_in_target, load_weights
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
+from outrider.layers.exact import make_exact
 from outrider.layers.packing import pack_weights
 from outrider.models.base import Target
 from outrider.tokenizer import Tokenizer
@@ -95,7 +96,7 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
         tokenizer = load_tokenizer(checkpoint)
         if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:
             _check_tokenizers(tokenizer, load_tokenizer(drafter_checkpoint))
-        budget = plan_memory(_bounded(config, target), _demand(target, drafter), parameter_bytes(target, drafter))
+        budget = plan_memory(_bounded(config, target), demand_of(target, drafter), parameter_bytes(target, drafter))
         load_weights(target, checkpoint, progress)
         if drafter is not None and drafter_checkpoint is not None:
             load_weights(drafter, drafter_checkpoint, progress)
@@ -104,6 +105,8 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
             for module in (target, drafter):
                 if module is not None:
                     pack_weights(module)
+                    if config.exact:
+                        make_exact(module)
         engine = Engine(config, target, drafter, budget, tokenizer)
         engine.end_ids = _end_ids(checkpoint, tokenizer)
         engine.predicting = _predicting(config, engine)
@@ -129,7 +132,7 @@ def _stored_dtype(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _demand(target: Target, drafter: Drafter | None) -> Demand:
+def demand_of(target: Target, drafter: Drafter | None) -> Demand:
     return Demand(
         models=[target] if drafter is None else [target, drafter],
         tap_width=len(drafter.taps) * drafter.num_carried * target.hidden_size if drafter is not None else 0,

@@ -197,7 +197,8 @@ class Step:
     starts: Tensor  # [B] cache index of each request's first row
     num_rows: Tensor  # [B]
     logit_rows: Tensor  # [B, J] rows whose logits are wanted; the first is the one after the last known token
-    num_drafts: Tensor  # [B] how many of the rows after it are drafts
+    num_drafts: Tensor  # [B] how many of the rows after it are for drafts
+    num_valid: Tensor  # [B] how many of those really hold one, the first of them
     emits: Tensor  # [B] bool; false for a prompt chunk that is not the last
     sampling: Sampling
     state: SlotState

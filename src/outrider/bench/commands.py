@@ -30,6 +30,7 @@ from outrider.bench.options import (
 from outrider.bench.peers import PeerOptions, open_peers, peers
 from outrider.bench.prompts import PromptText, Vocabulary, read_prompts, workload
 from outrider.bench.report import PLAIN, SPECULATIVE, Setting, show_card, to_dict
+from outrider.bench.round import bench_round
 from outrider.bench.sides import OutriderSide, Prompts, Side
 from outrider.config import SpeculativeConfig
 from outrider.console import checkpoint_name, open_consoles
@@ -82,6 +83,9 @@ class Plan:
         ids = self.vocabulary.encode_all(self.prompts)
         asked = [ids[number % len(ids)] for number in range(self.num_prompts)]
         return [asked[start : start + self.batch_size] for start in range(0, len(asked), self.batch_size)]
+
+
+bench_app.command("round")(bench_round)
 
 
 @bench_app.command()

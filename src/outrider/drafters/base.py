@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
+from outrider.kernels.dispatch import use_triton
 from outrider.kernels.sampling import choose
 from outrider.models.base import Target
 from outrider.registry import Registry
@@ -29,6 +30,7 @@ class Drafter(nn.Module):
     from_text = False  # it has no layers and reads tokens only, so that it can go before another in a combination
     lives_in_target = False  # without a checkpoint of its own, its weights are in the target's
     drafts_in_parallel = False  # it knows what to do with parallel_drafting
+    recordable = True  # propose() asks the host nothing, so that a round can be recorded and replayed
 
     @classmethod
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Drafter:
@@ -117,6 +119,8 @@ def extend(step: Step, first_key: int = 0, lag: int = 0, *, back: int = 0, extra
     too, for rows whose token is not known yet; those of a request follow its `last` row.
     """
     batch, state = step.batch, step.state
+    if use_triton(step.starts) and state.positions is None and state.feature_rows is None:
+        return _extend_triton(step, first_key, lag, back, extra)
     num_requests = len(batch.slots)
     more = 1 + back + extra
     query_start = batch.query_start.long() + more * torch.arange(num_requests + 1, device=batch.slots.device)
@@ -148,12 +152,42 @@ def extend(step: Step, first_key: int = 0, lag: int = 0, *, back: int = 0, extra
     return Extension(rows, last, back)
 
 
+def _extend_triton(step: Step, first_key: int, lag: int, back: int, extra: int) -> Extension:
+    """The same, in one launch."""
+    from outrider.kernels.gpu import bookkeeping
+
+    batch, more = step.batch, 1 + back + extra
+    rows = bookkeeping.follow(step, first_key, lag, back, extra)
+    last = rows.last
+    followed = replace(
+        batch,
+        input_ids=rows.input_ids,
+        positions=rows.positions,
+        indices=rows.indices,
+        query_start=rows.query_start,
+        request=rows.request,
+        write_locations=rows.locations,
+        max_len=batch.max_len + 1 + extra,
+        max_rows=batch.max_rows + more,
+        first_key=first_key,
+        last_key=None,
+        features=None,
+        recurrence=Recurrence(torch.zeros_like(last), torch.stack([last - 1, last], dim=1)) if not back else None,
+        memo={},
+    )
+    return Extension(followed, last, back)
+
+
 def shifted(hidden: Hidden, extension: Extension, step: Step) -> Tensor:
     """The taps that go with each row of the extension: those of the token before it, [rows, n, H]. Rows beyond the
     target's own repeat its last."""
     assert hidden.carry is not None
     num_requests, count = hidden.carry.shape[:2]
     assert extension.back < count, "rows that are run again need their taps carried: see Drafter.num_carried"
+    if use_triton(hidden.taps):
+        from outrider.kernels.gpu import bookkeeping
+
+        return bookkeeping.shift(step, hidden.taps, hidden.carry, extension.batch, extension.back)
     source = torch.cat([hidden.carry.flatten(0, 1), hidden.taps])  # request after request, then row after row
     request = extension.batch.request
     offset = torch.arange(len(request), device=request.device) - extension.batch.query_start[request].long()
@@ -179,7 +213,7 @@ def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag:
         first_key=first_key,
         last_key=None,
         features=None,
-        recurrence=Recurrence(torch.full_like(rows.request, ahead), rows.request[:, None], first=ahead + 1),
+        recurrence=Recurrence(rows.memo["read"][ahead], rows.request[:, None], first=ahead + 1),
         memo={},
     )
 
@@ -225,6 +259,7 @@ def _rows_ahead(step: Step, lag: int) -> Batch:
         request=request,
         write_locations=_locations(batch, request, indices, step.emits),
         max_rows=1,
+        memo={"read": ahead[:, None].expand_as(indices)},
     )
 
 
@@ -235,14 +270,14 @@ def draft_chain(
     draft token n. Choices use the target's own noise. `ids` maps a reduced vocabulary to the target's."""
     slots = step.batch.slots
     request = torch.arange(len(slots), device=slots.device)
-    position = step.state.lengths[slots]
-    tokens = torch.zeros(len(slots), lookahead, dtype=torch.long, device=slots.device)
+    positions = step.state.lengths[slots] + torch.arange(step.depth, device=slots.device)[:, None]  # [depth, B]
+    tokens = torch.zeros(lookahead, len(slots), dtype=torch.long, device=slots.device)
     logits = first
     for number in range(step.depth):
-        tokens[:, number] = choose(logits, step.sampling, request, position + number, ids)
+        tokens[number] = choose(logits, step.sampling, request, positions[number], ids)
         if number + 1 < step.depth:
-            logits = advance(tokens[:, number], number + 1)
-    return Draft(tokens, torch.where(step.emits, step.depth, 0))
+            logits = advance(tokens[number], number + 1)
+    return Draft(tokens.T, torch.where(step.emits, step.depth, 0))
 
 
 def no_draft(step: Step, lookahead: int) -> Draft:

@@ -19,7 +19,7 @@ from outrider.layers.block import DecoderBlock
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
 from outrider.layers.mla import LatentBlock
-from outrider.layers.norm import RMSNorm
+from outrider.layers.norm import RMSNorm, side_by_side
 from outrider.models.base import Target
 from outrider.types import Batch, Checkpoint, Resolved, Weight
 
@@ -33,9 +33,8 @@ class FusedBlock(nn.Module):
         self.hidden_norm = RMSNorm(size, eps)
 
     def forward(self, embedding: Tensor, state: Tensor, batch: Batch, *, norm_before_residual: bool) -> Tensor:
-        normed = self.hidden_norm(state)
-        inputs = torch.cat([self.block.attention_norm(embedding), normed], dim=-1)
-        return self.block.run(normed if norm_before_residual else state, inputs, batch)
+        inputs = side_by_side((self.block.attention_norm, embedding), (self.hidden_norm, state))
+        return self.block.run(inputs[:, -state.shape[-1] :] if norm_before_residual else state, inputs, batch)
 
 
 class Eagle3Network(FeedbackNetwork):

@@ -50,7 +50,7 @@ class Ngram(Drafter):
             run += alike
         earlier = index < lengths - 1
         run = torch.where(earlier & (run >= self.shortest), run, 0)
-        room = torch.minimum(lengths - 1 - index, torch.tensor(self.lookahead, device=tokens.device))
+        room = (lengths - 1 - index).clamp(max=self.lookahead)
         score = (run * (self.lookahead + 1) + room) * width + index
         best = torch.where(run > 0, score, -1).argmax(1)  # [B]
         match = run.gather(1, best[:, None])[:, 0]

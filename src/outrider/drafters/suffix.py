@@ -21,6 +21,7 @@ class Suffix(Drafter):
     preemption and slots used again need no care."""
 
     from_text = True
+    recordable = False  # its tree is on the host
 
     def __init__(self, settings: SpeculativeConfig) -> None:
         super().__init__()

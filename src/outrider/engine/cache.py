@@ -17,7 +17,7 @@ from outrider.types import NULL_PAGE, CacheSpec, Draft, Hidden, Images, Latent, 
 class CacheShape:
     num_pages: int
     page_size: int
-    num_slots: int
+    num_slots: int  # one of them, the last, belongs to nobody
     max_len: int  # the longest a request may grow, drafts included
     num_taps: int
     hidden_size: int
@@ -32,7 +32,7 @@ class CacheShape:
 
     @property
     def pages_per_request(self) -> int:
-        return -(-self.max_len // self.page_size)
+        return self.max_len // self.page_size + 1  # for index max_len too, where masked writes go
 
 
 def bytes_per_page(layers: Sequence[CachedLayer], page_size: int, tap_width: int, itemsize: int) -> int:
@@ -56,7 +56,7 @@ class Cache:
         self.state = SlotState(
             # one column beyond every index, for masked writes
             tokens=torch.zeros(shape.num_slots, shape.max_len + 1, dtype=torch.long, device=device),
-            lengths=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
+            lengths=torch.ones(shape.num_slots, dtype=torch.long, device=device),  # nobody has a token as well
             computed=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
             draft_count=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
             kept_state=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
@@ -137,8 +137,13 @@ class Cache:
         state.features = torch.cat([images.features for images in self._images.values()]) if self._images else None
 
     def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
-        if pages:
-            self.page_table[slot, start : start + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.place_pages([(slot, start + number, page) for number, page in enumerate(pages)])
+
+    def place_pages(self, places: Sequence[tuple[int, int, int]]) -> None:
+        """(slot, place in its table, page), of any number of requests at once."""
+        if places:
+            slot, place, page = torch.tensor(places, dtype=torch.long).to(self.page_table.device).unbind(1)
+            self.page_table[slot, place] = page.int()
 
     def commit(self, step: Step, hidden: Hidden, verdict: Verdict) -> None:
         """Tokens are appended, lengths move, and the taps that later rounds need are kept. No host decision."""

@@ -3,7 +3,9 @@ One step is one round of every running request."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from outrider.config import EngineConfig
 from outrider.drafters.base import Drafter
 from outrider.engine.cache import Cache, CacheShape
 from outrider.engine.grammar import Grammars, Guide
+from outrider.engine.graphs import MAX_FLYING, Flight, Graphs
 from outrider.engine.logprobs import logprob_table
 from outrider.engine.memory import Budget
 from outrider.engine.pages import PagePool
@@ -19,12 +22,24 @@ from outrider.engine.request import Request
 from outrider.engine.runner import Runner
 from outrider.engine.sampler import Masks, sample
 from outrider.engine.scheduler import Limits, Scheduler, Work
-from outrider.engine.verify import verify
+from outrider.engine.verify import pretend, verify
 from outrider.engine.watchdog import Watchdog
+from outrider.kernels.dispatch import has_triton
+from outrider.kernels.sampling import choose
 from outrider.models.base import Target
 from outrider.sampling_params import Guided
 from outrider.tokenizer import Tokenizer
 from outrider.types import Draft, Hidden, Step, Verdict
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round brought one request."""
+
+    tokens: list[int]  # committed
+    kept: int  # rows that stay in the cache
+    draft: list[int]  # for the next round
+    predicted: bool = False  # the draft is from the request's own prediction
 
 
 class Engine:
@@ -47,8 +62,9 @@ class Engine:
         shape = CacheShape(
             num_pages=budget.num_pages,
             page_size=config.page_size,
-            num_slots=config.max_num_seqs,
-            max_len=budget.max_model_len + 1 + self.lookahead,
+            num_slots=config.max_num_seqs + 1,
+            # rounds that are under way when a request ends go on a little
+            max_len=budget.max_model_len + (1 + self.lookahead) * (1 + MAX_FLYING),
             num_taps=len(self.taps),
             hidden_size=target.hidden_size,
             lookahead=self.lookahead,
@@ -70,6 +86,12 @@ class Engine:
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages))
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = _watchdog(config, drafter)
+        self._flying: deque[Flight] = deque()
+        settings = config.speculative
+        self._pretence = settings.synthetic_acceptance_length if settings is not None else None
+        self._graphs: Graphs | None = None
+        if self._records(config):
+            self._graphs = Graphs(self.runner, self._recorded_round, config.max_num_seqs, self.lookahead)
 
     def guide(self, guided: Guided, prompt: Sequence[int] = ()) -> Guide:
         """What a guided request needs; a ValueError where it asks for what cannot be had."""
@@ -92,6 +114,11 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """One round; returns the requests that have something new."""
+        self._take_off()
+        while self._flying:
+            flight = self._flying.popleft()
+            if any(flight.passengers):
+                return self._land(flight)
         plan = self.scheduler.next()
         if not plan:
             return []
@@ -99,12 +126,71 @@ class Engine:
         step = self.runner.pack(plan, self._depth(plan))
         hidden = self.target(step.batch, self.taps)
         logits, choice = self._choose(plan, step, hidden)
-        verdict = verify(step, choice)
+        verdict = verify(step, self._pretended(choice, step))
         hidden.carry = self.cache.carry[step.batch.slots]
         self.cache.commit(step, hidden, verdict)
         draft = self._draft(step, hidden, verdict)
         self._prompt_logprobs(plan, step, hidden)
         return self._update(plan, verdict, draft, logits)
+
+    # rounds that are recorded once and replayed
+
+    def _records(self, config: EngineConfig) -> bool:
+        able = self.drafter is None or self.drafter.recordable
+        return config.torch_device.type == "cuda" and has_triton() and not config.enforce_eager and able
+
+    def _take_off(self) -> None:
+        """Queues rounds on the device as long as the same requests go on decoding: outcomes are not waited for."""
+        while self._graphs is not None and len(self._flying) < MAX_FLYING:
+            requests = self.scheduler.steady(len(self._flying))
+            if not requests or not self._graphs.can_run(requests):
+                return
+            if self._flying and any(request.params.logprobs is not None for request in requests):
+                return  # the logits of a round last until the next begins
+            self._place_pages(requests)
+            self._flying.append(self._graphs.launch(requests))
+
+    def _recorded_round(self, step: Step) -> tuple[Tensor, Tensor]:
+        """The same as a step, for requests that all decode, in few launches."""
+        from outrider.kernels.gpu import bookkeeping  # only a GPU has recorded rounds
+
+        batch, cache = step.batch, self.cache
+        hidden = self.target(batch, self.taps)
+        logits = self.target.logits(hidden.last)
+        choice = choose(logits, step.sampling, batch.request, batch.indices + 1)
+        hidden.carry = cache.carry[batch.slots] if self.taps else None
+        verdict = bookkeeping.settle(step, self._pretended(choice.view_as(step.logit_rows), step))
+        if hidden.carry is not None:
+            bookkeeping.keep_taps(step, hidden.taps, hidden.carry, verdict, (cache.carry, cache.tails))
+        if self.drafter is None:
+            return bookkeeping.note(step, verdict, None, None), logits
+        draft = self.drafter.propose(step, hidden, verdict)
+        return bookkeeping.note(step, verdict, draft.tokens, draft.count), logits
+
+    def _pretended(self, choice: Tensor, step: Step) -> Tensor:
+        return choice if self._pretence is None else pretend(choice, step, self._pretence)
+
+    def replay_ms(self, count: int) -> float | None:
+        """Device time of the last recorded round, replayed back to back: a measurement that spoils the requests."""
+        return None if self._graphs is None else self._graphs.replay_ms(count)
+
+    def _land(self, flight: Flight) -> list[Request]:
+        """The outcome of a recorded round reaches the requests that are still there."""
+        assert self._graphs is not None
+        rows, judged = flight.rows(), 1 + flight.num_drafts
+        landed: list[Work] = []
+        for number, (request, row) in enumerate(zip(flight.passengers, rows, strict=False)):
+            if request is None:
+                continue
+            num_valid, num_drafts, count, kept = row[:4]
+            tokens, drafted = row[4 : 4 + count], row[4 + judged :][:num_drafts]
+            work = Work(request, request.num_computed, 1 + num_valid, num_valid, emits=True)
+            logits = flight.logits.view(-1, judged, flight.logits.shape[-1])[number]
+            self._settle(work, Outcome(tokens, kept, drafted), logits)
+            landed.append(work)
+        self._graphs.give_back(flight)
+        self._heal(landed)
+        return [work.request for work in landed]
 
     def close(self) -> None:
         self.cache.free()
@@ -118,10 +204,15 @@ class Engine:
             reused = request.pages[: request.num_computed // page_size]
             self.cache.admit(request.slot, request.tokens, reused, request.images)
             request.num_placed = len(reused)
-        for work in plan:
-            request = work.request
-            self.cache.set_pages(request.slot, request.num_placed, request.pages[request.num_placed :])
+        self._place_pages([work.request for work in plan])
+
+    def _place_pages(self, requests: Sequence[Request]) -> None:
+        places = []
+        for request in requests:
+            new = enumerate(request.pages[request.num_placed :], start=request.num_placed)
+            places += [(request.slot, place, page) for place, page in new]
             request.num_placed = len(request.pages)
+        self.cache.place_pages(places)
 
     def _depth(self, plan: Sequence[Work]) -> int:
         """How many tokens to draft: as many as the request that wants most, none while nobody is decoding."""
@@ -174,19 +265,24 @@ class Engine:
         for number, (work, row) in enumerate(zip(plan, torch.cat(columns, dim=1).tolist(), strict=True)):
             num_drafts, count, kept = row[:3]
             tokens, drafted = row[3 : 3 + count], row[3 + judged :][:num_drafts]
-            taken = self._commit(work, tokens)
-            if work.request.params.logprobs is not None and taken:
-                assert logits is not None
-                rows = logits.view(len(plan), judged, -1)[number, :taken]
-                wanted = work.request.params.logprobs
-                work.request.logprobs += logprob_table(rows, tokens[:taken], wanted, self.tokenizer)
-            work.request.draft_is_predicted = predicted is not None and bool(row[-1])
-            self.scheduler.update(work.request, kept, num_drafts)
-            if work.request.finished:
-                self._learn(work.request)
-            work.request.draft = drafted
+            judged_logits = logits.view(len(plan), judged, -1)[number] if logits is not None else None
+            outcome = Outcome(tokens, kept, drafted, predicted is not None and bool(row[-1]))
+            self._settle(work, outcome, judged_logits)
         self._heal(plan)
         return [work.request for work in plan if work.emits]
+
+    def _settle(self, work: Work, outcome: Outcome, logits: Tensor | None) -> None:
+        """What a round brought reaches its request; logits [J, V] of the judged rows."""
+        request, tokens = work.request, outcome.tokens
+        taken = self._commit(work, tokens)
+        if request.params.logprobs is not None and taken:
+            assert logits is not None
+            request.logprobs += logprob_table(logits[:taken], tokens[:taken], request.params.logprobs, self.tokenizer)
+        request.draft_is_predicted = outcome.predicted
+        self.scheduler.update(request, outcome.kept, len(outcome.draft))
+        if request.finished:
+            self._learn(request)
+        request.draft = outcome.draft
 
     def _learn(self, request: Request) -> None:
         if self.drafter is not None and request.num_outputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,41 @@ def write_locations(page_table: Tensor, request: Tensor, indices: Tensor, page_s
     """Where rows with these cache indices are written: page * page_size + offset."""
     page = page_table[request, indices // page_size].long()
     return page * page_size + indices % page_size
+
+
+@dataclass
+class Seats:
+    """The places of a round whose shapes are fixed: who sits where, and with which options. Empty ones have the slot
+    that belongs to nobody."""
+
+    slots: Tensor  # [B]
+    allowed: Tensor  # [B] drafts that may be accepted
+    taken: Tensor  # [B] bool
+    sampling: Sampling
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What never changes in such rounds."""
+
+    request: Tensor  # [B * width]
+    query_start: Tensor  # [B + 1]
+    logit_rows: Tensor  # [B, width]
+    num_rows: Tensor  # [B]
+    num_drafts: Tensor  # [B]
+
+    @classmethod
+    def of(cls, num_seats: int, num_drafts: int, device: torch.device) -> Layout:
+        width = 1 + num_drafts
+        rows = torch.arange(num_seats * width, device=device)
+        return cls(
+            request=rows // width,
+            query_start=torch.arange(0, num_seats * width + 1, width, dtype=torch.int32, device=device),
+            logit_rows=rows.view(num_seats, width),
+            num_rows=torch.full((num_seats,), width, dtype=torch.long, device=device),
+            num_drafts=torch.full((num_seats,), num_drafts, dtype=torch.long, device=device),
+        )
 
 
 class Runner:
@@ -66,6 +102,7 @@ class Runner:
             num_rows=num_rows,
             logit_rows=logit_rows,
             num_drafts=num_drafts,
+            num_valid=num_drafts,
             emits=torch.tensor([work.emits for work in plan], device=self.device),
             sampling=self._sampling_of(plan),
             state=state,
@@ -73,6 +110,46 @@ class Runner:
             tenants=tuple(work.request.params.tenant for work in plan),
             predictions=tuple(work.request.prediction for work in plan),
         )
+
+    def pack_round(self, seats: Seats, num_drafts: int, depth: int) -> Step:
+        """A round of requests that all decode, each with room for `num_drafts` drafts, however many it has: shapes are
+        known beforehand, and everything else is read from the device."""
+        from outrider.kernels.gpu import bookkeeping  # only a GPU has recorded rounds
+
+        cache, state, page_size, layout = self.cache, self.cache.state, self.cache.shape.page_size, seats.layout
+        rows = bookkeeping.pack(
+            seats.slots, seats.taken, seats.allowed, state, cache.page_table, page_size, 1 + num_drafts
+        )
+        batch = Batch(
+            input_ids=rows.input_ids,
+            positions=rows.indices if state.positions is None else self._turns(seats, rows.indices),
+            indices=rows.indices,
+            query_start=layout.query_start,
+            request=layout.request,
+            slots=seats.slots,
+            page_table=rows.page_table,
+            write_locations=rows.locations,
+            page_size=page_size,
+            max_len=cache.shape.max_len,
+            max_rows=1 + num_drafts,
+            recurrence=Recurrence(state.kept_state[seats.slots], layout.logit_rows) if cache.recurrent else None,
+        )
+        return Step(
+            batch=batch,
+            starts=rows.starts,
+            num_rows=layout.num_rows,
+            logit_rows=layout.logit_rows,
+            num_drafts=layout.num_drafts,
+            num_valid=rows.num_valid,
+            emits=seats.taken,
+            sampling=seats.sampling,
+            state=state,
+            depth=depth,
+            tenants=(None,) * len(seats.slots),
+        )
+
+    def _turns(self, seats: Seats, indices: Tensor) -> Tensor:
+        return self.cache.state.positions_at(seats.slots[seats.layout.request], indices)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)

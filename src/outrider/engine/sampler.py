@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.engine.request import Request
 from outrider.kernels.sampling import GREEDY_TEMPERATURE, choose
+from outrider.sampling_params import SamplingParams
 from outrider.types import Batch, Sampling, SlotState
 
 
@@ -19,6 +20,18 @@ class Masks:
 
     rows: Tensor  # [G]
     bits: Tensor  # [G, ceil(V / 32)] int32, lowest bit first
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    return params.temperature <= GREEDY_TEMPERATURE
+
+
+def is_filtered(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+def is_penalised(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
 def sampling_of(requests: Sequence[Request], vocab_size: int, device: torch.device) -> Sampling:
@@ -43,9 +56,9 @@ def sampling_of(requests: Sequence[Request], vocab_size: int, device: torch.devi
         end_ids=torch.tensor(_padded(ends), dtype=torch.long, device=device),
         bias=_bias(requests, vocab_size, device),
         bad_words=_bad_words(requests, device),
-        greedy=all(p.temperature <= GREEDY_TEMPERATURE for p in params),
-        filtered=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
-        penalised=any(p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
+        greedy=all(map(is_greedy, params)),
+        filtered=any(map(is_filtered, params)),
+        penalised=any(map(is_penalised, params)),
         bounded=any(p.min_tokens > 0 for p in params),
     )
 

@@ -100,6 +100,29 @@ class Scheduler:
         assert plan or not self.has_work or self.waiting, "running requests that cannot run"
         return plan
 
+    def steady(self, num_ahead: int) -> list[Request]:
+        """The running requests, if all of them decode and nobody else can join, with pages for one more round while
+        `num_ahead` are under way; otherwise none."""
+        if not self.running or self._could_admit():
+            return []
+        rows = (num_ahead + 1) * (1 + self.limits.lookahead)
+        for request in self.running:
+            if request.num_computed != len(request.tokens) - 1:
+                return []
+            length = min(request.num_computed + rows, self.limits.max_model_len)
+            missing = self._pages_for(length) - len(request.pages)
+            pages = self.pool.allocate(missing) if missing > 0 else []
+            if pages is None:
+                return []
+            request.pages += pages
+        return list(self.running)
+
+    def _could_admit(self) -> bool:
+        """Whether it is worth trying: pages that it may share with others are not looked for."""
+        if not self.waiting or not self._free_slots:
+            return False
+        return self._pages_for(len(self.waiting[0].tokens)) <= self.pool.num_free
+
     def _work(self, request: Request, budget: int, num_left: int) -> Work:
         """Of its draft only its share, so that the `num_left` requests from this one on can all move: some drafts are
         longer than the drafter's."""

@@ -16,10 +16,22 @@ def agree(choice: Tensor, draft: Tensor, num_drafts: Tensor) -> Tensor:
     return same.long().cumprod(dim=1).sum(dim=1)
 
 
+def pretend(choice: Tensor, step: Step, length: float) -> Tensor:
+    """For measuring rounds with random weights: choices [B, J] of which so many agree with the draft that `length`
+    tokens come of a round on average, as far as the draft reaches. What comes out is no text."""
+    lengths = step.starts + step.num_rows
+    whole, rest = int(length - 1), (length - 1) % 1
+    wanted = whole + ((lengths * 0.6180339887).frac() < rest).long()  # spread evenly over the rounds
+    draft = step.batch.input_ids[step.logit_rows[:, 1:]]
+    column = torch.arange(draft.shape[1], device=draft.device)
+    agreeing = torch.where(column < wanted[:, None], draft, (draft + 1) % 1000)
+    return torch.cat([agreeing, choice[:, -1:]], dim=1)
+
+
 def verify(step: Step, choice: Tensor) -> Verdict:
     """choice [B, J]: the target's token after each judged row."""
     after_first = step.logit_rows[:, 1:]  # the rows that hold the draft
-    accepted = agree(choice, step.batch.input_ids[after_first], step.num_drafts)
+    accepted = agree(choice, step.batch.input_ids[after_first], step.num_valid)
     rejected = step.num_drafts - accepted
     return Verdict(
         tokens=choice,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels import native
-from outrider.kernels.dispatch import use_native
+from outrider.kernels.dispatch import use_native, use_triton
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -21,6 +21,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2 I] -> [T, I]."""
     if use_native(gate_up):
         return native.silu_mul(gate_up)
+    if use_triton(gate_up):
+        from outrider.kernels.gpu import activation as gpu
+
+        return gpu.silu_mul(gate_up)
     return silu_mul_reference(gate_up)
 
 
@@ -33,6 +37,10 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2 I] -> [T, I]."""
     if use_native(gate_up):
         return native.gelu_tanh_mul(gate_up)
+    if use_triton(gate_up):
+        from outrider.kernels.gpu import activation as gpu
+
+        return gpu.gelu_tanh_mul(gate_up)
     return gelu_tanh_mul_reference(gate_up)
 
 

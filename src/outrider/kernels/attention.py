@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import native
-from outrider.kernels.dispatch import use_native
+from outrider.kernels.dispatch import use_native, use_triton
 from outrider.types import Batch
+
+EXACT_PARTS = 16  # programs that share a request's keys on a GPU, whatever its company
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class AttentionOptions:
     window: int = 0  # keys a row sees, itself included; 0: all
     softcap: float = 0.0
     both_ways: bool = False  # within an image a row sees what comes after it too
+    exact: bool = False  # on a GPU too, a row's bits do not depend on its company
 
 
 def paged_attention_reference(
@@ -73,5 +76,27 @@ def paged_attention(
             sinks=sinks,
             first_key=batch.first_key,
             last_key=batch.last_key if options.both_ways else None,
+        )
+    if use_triton(q):
+        from outrider.kernels.gpu import attention as gpu
+
+        keys = gpu.Keys(
+            page_table=batch.page_table,
+            query_start=batch.query_start,
+            indices=batch.indices,
+            last_key=batch.last_key if options.both_ways else None,
+            first_key=batch.first_key,
+            page_size=batch.page_size,
+            max_rows=batch.max_rows,
+        )
+        return gpu.paged_attention(
+            q,
+            pages,
+            keys,
+            options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            sinks=sinks,
+            parts=EXACT_PARTS if options.exact else None,
         )
     return paged_attention_reference(q, pages, batch, options, sinks)

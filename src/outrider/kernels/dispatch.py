@@ -1,4 +1,8 @@
-"""Which implementation of an operation runs: the native one for float32 on the CPU, else the torch reference."""
+"""Which implementation of an operation runs: the native one for float32 on the CPU, Triton on a GPU, else the torch
+reference."""
+
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -11,3 +15,13 @@ def use_native(x: Tensor) -> bool:
 
     Asked several times a layer, so it looks at the input alone: weights and pages share its device and dtype."""
     return x.dtype is torch.float32 and x.is_cpu and not torch.is_grad_enabled() and native.library() is not None
+
+
+def use_triton(x: Tensor) -> bool:
+    """True where the Triton kernels can take this input; they know no autograd either."""
+    return x.is_cuda and not torch.is_grad_enabled() and has_triton()
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -5,8 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels import native
-from outrider.kernels.dispatch import use_native
+from outrider.kernels.activation import silu_mul
+from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.packed import Packed
+
+MAX_ROWS = 64  # of a Triton linear; with more, cuBLAS is faster
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -17,8 +20,41 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return F.linear(x, weight, bias)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed | None = None) -> Tensor:
-    """x [T, in], weight [out, in], bias [out] -> [T, out]; `packed` is the same weight in a smaller form."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    packed: Packed | None = None,
+    *,
+    residual: Tensor | None = None,
+    exact: bool = False,
+) -> Tensor:
+    """x [T, in], weight [out, in], bias [out] -> [T, out], plus residual [T, out]; `packed` is the same weight in a
+    smaller form. `exact`: on a GPU too, a row's bits do not depend on how many others there are."""
     if use_native(x):
-        return native.linear(x, weight, bias, packed)
-    return linear_reference(x, weight, bias)
+        y = native.linear(x, weight, bias, packed)
+    elif _in_triton(x, weight, exact):
+        from outrider.kernels.gpu import linear as gpu
+
+        return gpu.linear(x, weight, bias, residual)
+    elif residual is not None and bias is None and x.is_cuda:
+        return torch.addmm(residual, x, weight.T)
+    else:
+        y = linear_reference(x, weight, bias)
+    return y if residual is None else residual + y
+
+
+def silu_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed | None = None, *, exact: bool = False
+) -> Tensor:
+    """silu(gate) * up, where gate and up are the halves of x W^T + b: weight [2 I, in] -> [T, I]."""
+    if _in_triton(x, weight, exact):
+        from outrider.kernels.gpu import linear as gpu
+
+        return gpu.linear(x, weight, bias, gated=True)
+    return silu_mul(linear(x, weight, bias, packed))
+
+
+def _in_triton(x: Tensor, weight: Tensor, exact: bool) -> bool:
+    """Few rows, or any number where bits must not depend on it; many are the library's business."""
+    return use_triton(x) and x.dtype == weight.dtype and (exact or len(x) <= MAX_ROWS)

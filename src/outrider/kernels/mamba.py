@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels import native
-from outrider.kernels.dispatch import use_native
+from outrider.kernels.dispatch import use_native, use_triton
 from outrider.types import Batch
 
 _MAMBA = struct.Struct("@15q 5q 6q")  # mamba_work of mamba.c
@@ -117,4 +117,8 @@ def mamba(projected: Tensor, states: States, batch: Batch, weights: MambaWeights
     that the batch asks for are kept."""
     if use_native(projected):
         return mamba_native(projected, states, batch, weights)
+    if use_triton(projected):
+        from outrider.kernels.gpu import mamba as gpu
+
+        return gpu.mamba(projected, states, batch, weights)
     return mamba_reference(projected, states, batch, weights)

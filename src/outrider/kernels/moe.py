@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.activation import Activation
+from outrider.kernels.dispatch import use_triton
 from outrider.kernels.linear import linear
 
 
@@ -36,6 +37,10 @@ def experts_reference(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWei
 
 def experts(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
     """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H]."""
+    if use_triton(x) and x.dtype == weights.up.dtype:
+        from outrider.kernels.gpu import moe as gpu
+
+        return gpu.experts(x, ids, shares, weights, activation)
     return experts_reference(x, ids, shares, weights, activation)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import native
-from outrider.kernels.dispatch import use_native
+from outrider.kernels.dispatch import use_native, use_triton
 
 
 def rms_norm_reference(
@@ -24,4 +24,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.
     if use_native(x):
         scale = x.new_ones(x.shape[-1]) if weight is None else weight
         return native.rms_norm(x.reshape(-1, x.shape[-1]), scale, eps, offset).view(x.shape)
+    if use_triton(x):
+        from outrider.kernels.gpu import norm as gpu
+
+        return gpu.rms_norm(x, weight, eps, offset=offset, wide=wide)
     return rms_norm_reference(x, weight, eps, offset=offset, wide=wide)

@@ -1,10 +1,13 @@
 """Rotate queries and keys by their position, and write keys and values into their pages."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from outrider.kernels import native
-from outrider.kernels.dispatch import use_native
+from outrider.kernels.dispatch import use_native, use_triton
+from outrider.kernels.norm import rms_norm
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -13,6 +16,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def tables_reference(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    angles = positions.float() * inv_freq
+    return angles.cos() * scaling, angles.sin() * scaling
+
+
+def tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, R / 2] of positions [T, 1], or [T, R / 2] where every frequency has its own."""
+    if use_triton(positions) and positions.shape[1] == 1:
+        from outrider.kernels.gpu import rope as gpu
+
+        return gpu.tables(positions[:, 0], inv_freq, scaling)
+    return tables_reference(positions, inv_freq, scaling)
 
 
 def rope_write_reference(
@@ -25,10 +42,36 @@ def rope_write_reference(
     return rotate(q, cos, sin)
 
 
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorm of every query and key head, before they are turned."""
+
+    q: Tensor  # [D]
+    k: Tensor  # [D]
+    eps: float
+    offset: float = 0.0
+    wide: bool = False
+
+
 def rope_write(
-    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], locations: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, Tensor],
+    locations: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """q [T, heads, D] and k, v [T, kv heads, D] -> rotated q; k and v go to `locations` [T] of the pages."""
+    """q [T, heads, D] and k, v [T, kv heads, D] -> normed and turned q; k and v go to `locations` [T] of the pages."""
+    if use_triton(q):
+        from outrider.kernels.gpu import rope as gpu
+
+        return gpu.rope_write(q, k, v, rotary, pages, locations, norms)
+    if norms is not None:
+        q, k = (
+            rms_norm(x, weight, norms.eps, offset=norms.offset, wide=norms.wide)
+            for x, weight in ((q, norms.q), (k, norms.k))
+        )
     if use_native(q):
         return native.rope_write(q, k, v, *rotary, *pages, locations)
     return rope_write_reference(q, k, v, rotary, pages, locations)

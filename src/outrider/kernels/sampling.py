@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import native
-from outrider.kernels.dispatch import use_native
+from outrider.kernels.dispatch import use_native, use_triton
 from outrider.types import Sampling
 
 GREEDY_TEMPERATURE = 1e-5  # at or under it, a request is greedy
@@ -54,6 +54,8 @@ def choose(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, 
     `ids` [V] gives the target's id of each column where the columns are a reduced vocabulary; the result is in
     target ids. Drafters call this too: with the same noise their choice coincides with the target's most often.
     """
+    if use_triton(logits):
+        return _choose_triton(logits, sampling, rows, positions, ids)
     best = argmax(logits)
     if not sampling.greedy:
         temperature = sampling.temperature[rows]
@@ -64,3 +66,23 @@ def choose(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, 
         drawn = argmax(scaled + gumbel(sampling.seed[rows], positions, columns))
         best = torch.where(temperature <= GREEDY_TEMPERATURE, best, drawn)
     return best if ids is None else ids[best]
+
+
+def _choose_triton(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, ids: Tensor | None) -> Tensor:
+    from outrider.kernels.gpu import sampling as gpu
+
+    scaled = sampling.filtered and not sampling.greedy
+    if scaled:  # the best token stays, so that greedy rows find it too
+        heat = sampling.temperature[rows].clamp(min=GREEDY_TEMPERATURE)
+        logits = filter_logits(logits.float() / heat[:, None], sampling, rows)
+    return gpu.choose(
+        logits,
+        sampling.temperature,
+        sampling.seed,
+        rows,
+        positions,
+        ids,
+        greedy=sampling.greedy,
+        least=GREEDY_TEMPERATURE,
+        scaled=scaled,
+    )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.attention import AttentionOptions, paged_attention
-from outrider.kernels.rope import rope_write
+from outrider.kernels.rope import HeadNorms, rope_write
 from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
@@ -57,20 +57,26 @@ class SelfAttention(CachedLayer):
         self.sinks = nn.Parameter(torch.empty(shape.num_heads)) if shape.sinks else None
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, in] -> q [T, heads, D], k and v [T, kv heads, D], normed where the checkpoint norms them."""
+        """x [T, in] -> q [T, heads, D], k and v [T, kv heads, D]; q and k are normed later."""
         shape = self.shape
         qkv = self.qkv(x).view(len(x), -1, shape.head_dim)
         q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def finish(self, attended: Tensor, x: Tensor) -> Tensor:
-        """attended [T, heads, D] and the layer's input [T, in] -> [T, H]."""
-        return self.output(attended.flatten(1))
+    @property
+    def head_norms(self) -> HeadNorms | None:
+        q, k = self.q_norm, self.k_norm
+        if q is None or k is None:
+            return None
+        return HeadNorms(q.weight, k.weight, q.eps, q.offset, q.wide)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def finish(self, attended: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """attended [T, heads, D] and the layer's input [T, in] -> [T, H], added to the residual if there is one."""
+        return self.output(attended.flatten(1), residual)
+
+    def forward(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
+        """x [T, in] -> [T, H], added to the residual if there is one."""
         assert self.pages is not None, "the layer has no cache memory yet"
         q, k, v = self.project(x)
-        q = rope_write(q, k, v, self.rotary(batch), self.pages, batch.write_locations)
-        return self.finish(paged_attention(q, self.pages, batch, self.options, self.sinks), x)
+        q = rope_write(q, k, v, self.rotary(batch), self.pages, batch.write_locations, self.head_norms)
+        return self.finish(paged_attention(q, self.pages, batch, self.options, self.sinks), x, residual)

@@ -32,7 +32,9 @@ class Block(nn.Module):
         """residual [T, H], inputs [T, in] -> [T, H], always a new tensor."""
         if use_native(residual) and self.is_plain:
             return self._native_block()(residual, inputs, batch, self.attention.rotary(batch))
-        x = residual + self.attention(inputs, batch)
+        x = self.attention(inputs, batch, residual)
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp(self.mlp_norm(x), x)
         return x + self.mlp(self.mlp_norm(x))
 
     def _native_block(self) -> NativeBlock:

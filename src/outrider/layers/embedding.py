@@ -47,6 +47,7 @@ class Head(nn.Module):
         super().__init__()
         self.weight = tied.weight if tied is not None else nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.packed: Packed | None = None
+        self.exact = False
         self.softcap = softcap
 
     @property
@@ -58,5 +59,5 @@ class Head(nn.Module):
         return self.weight.shape[1]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = linear(hidden, self.weight, None, self.packed)
+        logits = linear(hidden, self.weight, None, self.packed, exact=self.exact)
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits

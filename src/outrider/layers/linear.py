@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from outrider.kernels.linear import linear
+from outrider.kernels.linear import linear, silu_linear
 from outrider.kernels.packed import Packed
 
 
@@ -13,6 +13,12 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.packed: Packed | None = None
+        self.exact = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.packed)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [T, in] -> [T, out], added to the residual if there is one."""
+        return linear(x, self.weight, self.bias, self.packed, residual=residual, exact=self.exact)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """x [T, in] -> silu(first half) * second half of the output, [T, out / 2]."""
+        return silu_linear(x, self.weight, self.bias, self.packed, exact=self.exact)

@@ -15,8 +15,10 @@ class GatedMLP(nn.Module):
         self.down = Linear(intermediate_size, hidden_size, bias=bias)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate_up(x)))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [T, H] -> [T, H], added to the residual if there is one."""
+        inner = self.gate_up.gated(x) if self.activation is silu_mul else self.activation(self.gate_up(x))
+        return self.down(inner, residual)
 
 
 class PlainMLP(nn.Module):

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
-from outrider.layers.norm import RMSNorm
+from outrider.layers.norm import RMSNorm, side_by_side
 from outrider.types import Batch
 
 
@@ -27,7 +26,7 @@ class MtpModule(nn.Module):
 
     def forward(self, embedding: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
         """embedding of the next token and hidden state [T, H] -> the residual stream before the module's norm."""
-        x = self.projection(torch.cat([self.embedding_norm(embedding), self.hidden_norm(hidden)], dim=-1))
+        x = self.projection(side_by_side((self.embedding_norm, embedding), (self.hidden_norm, hidden)))
         for block in self.blocks:
             x = block(x, batch)
         return x

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.kernels.rope import tables
 from outrider.types import Batch
 
 
@@ -47,8 +48,7 @@ class Rotary:
         if key not in batch.memo:
             if self.inv_freq.device != batch.positions.device:
                 self.inv_freq = self.inv_freq.to(batch.positions.device)
-            angles = self._positions(batch.positions).float() * self.inv_freq
-            batch.memo[key] = (angles.cos() * self.scaling, angles.sin() * self.scaling)
+            batch.memo[key] = tables(self._positions(batch.positions), self.inv_freq, self.scaling)
         return batch.memo[key]
 
     def _positions(self, positions: Tensor) -> Tensor:

@@ -29,12 +29,10 @@ class ValueNormAttention(SelfAttention):
             self.qkv = Linear(shape.hidden_size, rows, bias=shape.qkv_bias)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.q_norm is not None
-        assert self.k_norm is not None
         heads = self.qkv(x).view(len(x), -1, self.shape.head_dim)
         q, *parts = heads.tensor_split([self.shape.num_heads, self.shape.num_heads + self.shape.num_kv_heads], dim=1)
         k, v = (parts[0], parts[0]) if self.values_are_keys else parts
-        return self.q_norm(q), self.k_norm(k), rms_norm(v, None, self.eps)
+        return q, k, rms_norm(v, None, self.eps)
 
 
 class SharedAttention(nn.Module):

@@ -52,8 +52,8 @@ class GatedAttention(SelfAttention):
         super().__init__(shape, rotary)
         self.gate = Linear(shape.hidden_size, shape.num_heads)
 
-    def finish(self, attended: Tensor, x: Tensor) -> Tensor:
-        return super().finish(attended * sigmoid(self.gate(x))[..., None], x)
+    def finish(self, attended: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return super().finish(attended * sigmoid(self.gate(x))[..., None], x, residual)
 
 
 @targets.register("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")

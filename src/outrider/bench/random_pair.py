@@ -1,0 +1,195 @@
+"""Targets and drafters with random weights, made where they run: enough to time a round, and good for nothing else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.drafters.base import Drafter, drafters
+from outrider.engine.engine import Engine
+from outrider.engine.loader import building
+from outrider.engine.memory import parameter_bytes, plan_memory
+from outrider.layers.block import DecoderBlock
+from outrider.layers.exact import make_exact
+from outrider.layers.mtp import MtpModule
+from outrider.layers.norm import RMSNorm
+from outrider.models.base import Mtp, Target, targets
+from outrider.models.llama import Llama
+from outrider.pair import demand_of
+from outrider.types import Weight
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+}
+SMOLLM2_135M = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+SHAPES: dict[str, dict[str, Any]] = {"llama-3.1-8b": LLAMA_8B, "smollm2-135m": SMOLLM2_135M}
+METHODS = ("eagle3", "dflash", "mtp", "ngram")
+DRAFT_VOCABULARY = 32000
+NUM_MODULES = 3
+NUM_BLOCK_LAYERS = 5
+
+
+def shape_of(name: str) -> dict[str, Any]:
+    """A config by name, or that of a directory or a file."""
+    if name in SHAPES:
+        return SHAPES[name]
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"{name} is no config.json and none of the known shapes: {', '.join(SHAPES)}")
+    return json.loads(path.read_text())
+
+
+@dataclass
+class Outline:
+    """A checkpoint of names and shapes, without a single number."""
+
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    path: Path = Path("random")
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        return list(self.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def tensor(self, name: str) -> Tensor:
+        raise AssertionError("an outline has no numbers")
+
+    def close(self) -> None:
+        pass
+
+
+class LlamaWithModules(Llama):
+    """Llama's network with multi-token-prediction modules as other families have them."""
+
+    @property
+    def mtp(self) -> Mtp | None:
+        return Mtp(NUM_MODULES, self._module, self._names, reads_normed=False, feeds_normed=False)
+
+    def _module(self, number: int) -> MtpModule:
+        norms = [RMSNorm(self.hidden_size, self.eps) for _ in range(3)]
+        first = self.layers[0]
+        assert isinstance(first, DecoderBlock)
+        block = self.block(number, first.attention.shape, first.attention.rotary)
+        return MtpModule(norms, [block], head=None, embed=None)
+
+    def _names(self, number: int, module: MtpModule) -> dict[str, Weight]:
+        return {name: Weight((f"mtp.{number}.{name}",)) for name, _ in module.named_parameters()}
+
+
+def random_engine(config: EngineConfig, shape: dict[str, Any]) -> Engine:
+    """The engine that `config` asks for, with the architecture of `shape` instead of a checkpoint."""
+    settings = config.speculative
+    with building(config.torch_device, config.torch_dtype("bfloat16")):
+        is_llama = targets[shape["architectures"][0]] is Llama
+        target = LlamaWithModules(shape) if is_llama else targets[shape["architectures"][0]].from_config(shape)
+        drafter = random_drafter(settings, target) if settings is not None else None
+    budget = plan_memory(config, demand_of(target, drafter), parameter_bytes(target, drafter))
+    for module in (target, drafter):
+        if module is not None:
+            fill(module)
+            if config.exact:
+                make_exact(module)
+    return Engine(config, target, drafter, budget)
+
+
+def random_drafter(settings: SpeculativeConfig, target: Target) -> Drafter:
+    outlines = {"eagle3": _eagle3, "dflash": _dflash}
+    method = settings.method or ""
+    if method not in METHODS:
+        raise ValueError(f"no random drafter of method {method!r}; known: {', '.join(METHODS)}")
+    outline = outlines[method](target) if method in outlines else None
+    return drafters[method].build(settings, target, outline)
+
+
+def fill(module: nn.Module) -> None:
+    """Small random numbers; norms are ones, so that nothing explodes."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if not parameter.dtype.is_floating_point:
+                parameter.zero_()  # d2t: offsets
+            elif parameter.dim() == 1 and name.endswith("weight"):
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0, 0.02)
+
+
+def _layer(target: Target, width: int, name: str, *, head_norms: bool) -> dict[str, tuple[int, ...]]:
+    """The tensors of a decoder layer as wide as the target's, whose attention reads `width` numbers."""
+    config = target.config
+    size, inner, num_heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    dim = config.get("head_dim") or size // num_heads
+    keys = (config.get("num_key_value_heads") or num_heads) * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (size,),
+        "post_attention_layernorm.weight": (size,),
+        "self_attn.q_proj.weight": (num_heads * dim, width),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.v_proj.weight": (keys, width),
+        "self_attn.o_proj.weight": (size, num_heads * dim),
+        "mlp.gate_proj.weight": (inner, size),
+        "mlp.up_proj.weight": (inner, size),
+        "mlp.down_proj.weight": (size, inner),
+    }
+    if head_norms:
+        shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    return {f"{name}{key}": shape for key, shape in shapes.items()}
+
+
+def _eagle3(target: Target) -> Outline:
+    size, vocabulary = target.hidden_size, min(DRAFT_VOCABULARY, target.vocab_size)
+    shapes = {
+        "fc.weight": (size, 3 * size),
+        "norm.weight": (size,),
+        "lm_head.weight": (vocabulary, size),
+        "d2t": (vocabulary,),
+        "midlayer.hidden_norm.weight": (size,),
+        **_layer(target, 2 * size, "midlayer.", head_norms=False),
+    }
+    config = {**target.config, "num_hidden_layers": 1, "draft_vocab_size": vocabulary, "tie_word_embeddings": False}
+    return Outline(config, shapes)
+
+
+def _dflash(target: Target) -> Outline:
+    size, count = target.hidden_size, NUM_BLOCK_LAYERS
+    taps = [1 + number * (target.num_layers - 4) // (count - 1) for number in range(count)]
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (size, count * size),
+        "hidden_norm.weight": (size,),
+        "norm.weight": (size,),
+    }
+    for number in range(count):
+        shapes |= _layer(target, size, f"layers.{number}.", head_norms=True)
+    details = {"mask_token_id": 0, "target_layer_ids": taps}
+    config = {**target.config, "num_hidden_layers": count, "block_size": 16, "dflash_config": details}
+    return Outline({**config, "tie_word_embeddings": False}, shapes)

@@ -1,0 +1,278 @@
+"""`outrider bench round`: what a round costs, with random weights and a made-up acceptance. Says nothing about text."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider import __version__
+from outrider.bench.options import AsJson, Device, Dtype
+from outrider.bench.random_pair import METHODS, SHAPES, random_engine, shape_of
+from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.console import open_consoles
+from outrider.engine.engine import Engine
+from outrider.engine.request import Request
+from outrider.sampling_params import SamplingParams
+
+NUM_CHUNKS = 7
+WARM_UP = 8
+
+_SHAPE_HELP = f"Whose shape: {', '.join(SHAPES)}, or a config.json."
+_METHOD_HELP = f"Drafter: {', '.join(METHODS)}. May be given again."
+_ACCEPT_HELP = "Made-up accept length: so many tokens come of every round. Not real text."
+Shape = Annotated[str, typer.Option("--shape", help=_SHAPE_HELP)]
+Methods = Annotated[list[str] | None, typer.Option("--method", help=_METHOD_HELP)]
+Depth = Annotated[
+    int, typer.Option("--num-speculative-tokens", "-k", help="Tokens to draft in a round.", min=1, max=64)
+]
+AcceptLength = Annotated[float, typer.Option("--accept-length", help=_ACCEPT_HELP, min=1.0)]
+BatchSize = Annotated[int, typer.Option("--batch-size", "-b", help="Requests at a time.", min=1)]
+Context = Annotated[int, typer.Option("--context", help="Tokens of each prompt.", min=1)]
+NumRounds = Annotated[int, typer.Option("--num-rounds", help="Rounds of a measurement; seven are made.", min=1)]
+Temperature = Annotated[float, typer.Option("--temperature", help="0: greedy.", min=0.0)]
+Exact = Annotated[bool, typer.Option("--exact", help="Bits that do not depend on company.")]
+Eager = Annotated[bool, typer.Option("--eager", help="Without CUDA graphs.")]
+
+
+@dataclass(frozen=True)
+class Plan:
+    shape: str
+    batch_size: int
+    context: int
+    num_rounds: int
+    temperature: float
+    config: EngineConfig
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one side."""
+
+    name: str
+    round_ms: list[float]  # with all that the host does
+    device_ms: float | None  # of the recorded round alone, replayed back to back
+    tokens_per_round: float  # of each request
+    weight_bytes: int  # that a round reads
+    cache_bytes: int
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.round_ms)
+
+
+def bench_round(
+    shape: Shape = "llama-3.1-8b",
+    method: Methods = None,
+    num_speculative_tokens: Depth = 5,
+    accept_length: AcceptLength = 3.0,
+    batch_size: BatchSize = 1,
+    context: Context = 512,
+    num_rounds: NumRounds = 50,
+    temperature: Temperature = 0.0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    exact: Exact = False,
+    eager: Eager = False,
+    as_json: AsJson = False,
+) -> None:
+    """What a round costs, with random weights: plain, then with each drafter.
+
+    \b
+    Examples:
+      outrider bench round --shape llama-3.1-8b --method eagle3 -k 5 --accept-length 4
+      outrider bench round --shape smollm2-135m --method eagle3 --method dflash --batch-size 8
+    """
+    # room for every round that is measured, at the most that one can bring
+    rows = (1 + num_speculative_tokens) * (num_rounds * NUM_CHUNKS + WARM_UP + 4)
+    config = EngineConfig(
+        model=shape,
+        dtype=dtype,
+        device=device,
+        max_model_len=context + rows,
+        max_num_seqs=batch_size,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        enforce_eager=eager,
+        exact=exact,
+    )
+    plan = Plan(shape, batch_size, context, num_rounds, temperature, config)
+    settings = [None] + [
+        SpeculativeConfig(method=name, num_speculative_tokens=num_speculative_tokens, force=True,
+                          synthetic_acceptance_length=accept_length)
+        for name in method or ()
+    ]  # fmt: skip
+    costs = [measure(replace(plan, config=replace(config, speculative=each))) for each in settings]
+    found = to_dict(plan, costs, copy_bandwidth(config.torch_device))
+    if not as_json:
+        _show(open_consoles().about, found)
+    print(json.dumps(found))
+
+
+def measure(plan: Plan) -> Cost:
+    engine = random_engine(plan.config, shape_of(plan.shape))
+    speculative = plan.config.speculative
+    try:
+        requests = _requests(plan, engine)
+        for request in requests:
+            engine.add(request)
+        while any(request.num_outputs < 2 for request in requests):
+            engine.step()
+        _rounds(engine, WARM_UP)
+        begin, rounds = sum(r.num_outputs for r in requests), 0
+        times = []
+        for _ in range(NUM_CHUNKS):
+            times.append(1e3 * _timed(engine, plan.num_rounds) / plan.num_rounds)
+            rounds += plan.num_rounds
+        tokens = (sum(r.num_outputs for r in requests) - begin) / rounds / len(requests)
+        assert all(not request.finished for request in requests), "a request ended while it was measured"
+        device_ms = engine.replay_ms(plan.num_rounds)
+        length = statistics.fmean(len(request.tokens) for request in requests)
+        return Cost(
+            name="plain" if speculative is None else str(speculative.method),
+            round_ms=times,
+            device_ms=device_ms,
+            tokens_per_round=tokens,
+            weight_bytes=_pass_bytes(engine),
+            cache_bytes=int(length * plan.batch_size * _cache_bytes_per_token(engine)),
+        )
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _requests(plan: Plan, engine: Engine) -> list[Request]:
+    generator = torch.Generator().manual_seed(0)
+    params = SamplingParams(temperature=plan.temperature, max_tokens=None, ignore_eos=True)
+    vocabulary = engine.target.vocab_size
+    prompts = [torch.randint(vocabulary, (plan.context,), generator=generator).tolist() for _ in range(plan.batch_size)]
+    return [Request(f"random-{n}", prompt, params, seed=n) for n, prompt in enumerate(prompts)]
+
+
+def _rounds(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+
+
+def _timed(engine: Engine, count: int) -> float:
+    begin = time.perf_counter()
+    _rounds(engine, count)  # every step waits for the outcome of one round
+    return time.perf_counter() - begin
+
+
+def _pass_bytes(engine: Engine) -> int:
+    """Weights that a round reads at least once: an embedding is looked up, not read."""
+    modules = [engine.target] if engine.drafter is None else [engine.target, engine.drafter]
+    embedding = None if engine.target.is_tied else engine.target.embed.weight
+    parameters = {p for module in modules for p in module.parameters() if p is not embedding}
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _cache_bytes_per_token(engine: Engine) -> int:
+    itemsize = engine.target.embed.weight.element_size()
+    return sum(layer.spec.bytes_per_token(itemsize) for layer in engine.cache.layers)
+
+
+def copy_bandwidth(device: torch.device) -> float | None:
+    """Gigabytes a second that a copy moves, read and written."""
+    if device.type != "cuda":
+        return None
+    source = torch.empty(2**30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return max(2 * source.nbytes / 1e9 / _seconds(lambda: target.copy_(source)) for _ in range(5))
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(5):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / 5
+
+
+def to_dict(plan: Plan, costs: list[Cost], bandwidth: float | None) -> dict[str, Any]:
+    plain = costs[0].median
+    sides = []
+    for cost in costs:
+        read = cost.weight_bytes + cost.cache_bytes
+        speed_up = cost.tokens_per_round / costs[0].tokens_per_round * plain / cost.median
+        side: dict[str, Any] = {
+            "name": cost.name,
+            "round_ms": round(cost.median, 4),
+            "round_ms_runs": [round(value, 4) for value in cost.round_ms],
+            "device_ms": None if cost.device_ms is None else round(cost.device_ms, 4),
+            "device_idle_share": None if cost.device_ms is None else round(max(1 - cost.device_ms / cost.median, 0), 4),
+            "times_plain": round(cost.median / plain, 4),
+            "synthetic_accept_length": round(cost.tokens_per_round, 3),
+            "tokens_per_second": round(1e3 * plan.batch_size * cost.tokens_per_round / cost.median, 1),
+            "speed_up": round(speed_up, 3),
+            "efficiency": round(speed_up / cost.tokens_per_round, 3),
+            "gigabytes": round(read / 1e9, 3),
+            "terabytes_per_second": round(read / 1e9 / cost.median, 3),
+        }
+        if bandwidth is not None:
+            side["share_of_copy_bandwidth"] = round(read / 1e6 / cost.median / bandwidth, 3)
+        sides.append(side)
+    config = plan.config
+    return {
+        "benchmark": "bench round",
+        "weights": "random",
+        "acceptance": "synthetic: not real text",
+        "shape": plan.shape,
+        "batch_size": plan.batch_size,
+        "context": plan.context,
+        "temperature": plan.temperature,
+        "exact": config.exact,
+        "eager": config.enforce_eager,
+        "dtype": str(config.torch_dtype("bfloat16")).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if config.torch_device.type == "cuda" else "cpu",
+        "copy_gigabytes_per_second": None if bandwidth is None else round(bandwidth, 1),
+        "sides": sides,
+        "versions": {"outrider": __version__, "torch": torch.__version__},
+    }
+
+
+def _show(console: Console, found: dict[str, Any]) -> None:
+    title = f"{found['shape']}, random weights, {found['dtype']} on {found['device']}"
+    table = Table(title=f"{title}, batch {found['batch_size']}, context {found['context']}")
+    for name in (
+        "side",
+        "ms a round",
+        "x plain",
+        "tokens a round",
+        "tokens/s",
+        "efficiency",
+        "TB/s",
+        "of a copy",
+        "idle",
+    ):
+        table.add_column(name, justify="left" if name == "side" else "right")
+    for side in found["sides"]:
+        share, idle = side.get("share_of_copy_bandwidth"), side["device_idle_share"]
+        table.add_row(
+            side["name"],
+            f"{side['round_ms']:.3f}",
+            f"{side['times_plain']:.2f}",
+            f"{side['synthetic_accept_length']:.2f}",
+            f"{side['tokens_per_second']:.0f}",
+            f"{side['efficiency']:.2f}",
+            f"{side['terabytes_per_second']:.2f}",
+            "-" if share is None else f"{share:.0%}",
+            "-" if idle is None else f"{idle:.0%}",
+        )
+    console.print(table)
+    if len(found["sides"]) > 1:
+        console.print("Accept lengths are synthetic: they say what a round costs, not how well a drafter drafts.")

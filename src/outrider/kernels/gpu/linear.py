@@ -1,0 +1,132 @@
+"""y = x W^T for few rows: every weight is read once, at the speed of memory; what follows it is done on the way out.
+Tiles and the order of sums depend on the weight's shape alone, so a row's bits do not depend on its company."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.kernels.gpu import launch
+
+SMALL = 2**22  # numbers in a weight: time goes into starting, not into reading
+
+
+@dataclass(frozen=True)
+class Tile:
+    block_n: int  # outputs of a program
+    block_k: int
+    stages: int
+    warps: int
+    ahead: int = 0  # bytes of every weight row that are fetched before the input is there
+
+
+@triton.jit
+def _prefetch(pointers, SIZE: tl.constexpr):
+    """Brings so many bytes from each pointer on nearer, without waiting for them."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        [pointers.to(tl.int64), tl.full(pointers.shape, SIZE, tl.int32)], tl.int32, False, 1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _linear(
+    x, weight, bias, residual, out, num_rows, num_columns, inner, x_stride, residual_stride,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr, IEEE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """GATED: the weight's rows are gates, then ups; the result is silu(gate) * up."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    place = tl.arange(0, BLOCK_K)
+    column_fits, row_fits = column < num_columns, row < num_rows
+    up_shift = num_columns.to(tl.int64) * inner
+    if EARLY:  # the launch before this one may still be at work; its result is not needed for weights
+        if EARLY == 1:
+            tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD > 0:
+            ahead = weight + tl.minimum(column, num_columns - 1).to(tl.int64) * inner
+            _prefetch(ahead, AHEAD)
+            if GATED:
+                _prefetch(ahead + up_shift, AHEAD)
+        tl.extra.cuda.gdc_wait()
+    weight_at = weight + column.to(tl.int64)[:, None] * inner + place[None, :]
+    x_at = x + row.to(tl.int64)[:, None] * x_stride + place[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    second = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    for shift in range(0, inner, BLOCK_K):
+        fits_k = (place + shift < inner)[None, :] | EVEN
+        a = tl.load(x_at + shift, mask=row_fits[:, None] & fits_k, other=0.0)
+        w = tl.load(weight_at + shift, mask=column_fits[:, None] & fits_k, other=0.0)
+        total = tl.dot(a, w.T, total, input_precision=precision)
+        if GATED:
+            u = tl.load(weight_at + up_shift + shift, mask=column_fits[:, None] & fits_k, other=0.0)
+            second = tl.dot(a, u.T, second, input_precision=precision)
+    if EARLY == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+    kind = out.dtype.element_ty
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column_fits, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            second += tl.load(bias + num_columns + column, mask=column_fits, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        gate = total.to(kind).to(tl.float32)
+        total = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32) * second.to(kind).to(tl.float32)
+    fits = row_fits[:, None] & column_fits[None, :]
+    if HAS_RESIDUAL:
+        at = residual + row.to(tl.int64)[:, None] * residual_stride + column[None, :]
+        total = total.to(kind).to(tl.float32) + tl.load(at, mask=fits, other=0.0).to(tl.float32)
+    at = out + row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    tl.store(at, total.to(kind), mask=fits)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    gated: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
+    num_rows, inner = x.shape
+    num_columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = x.new_empty(num_rows, num_columns)
+    if not num_rows:
+        return out
+    tile = tile or tile_for(num_columns, inner, gated)
+    block_m = 16
+    while block_m < min(num_rows, 128):
+        block_m *= 2
+    if block_m > 32:  # compute counts now: larger tiles, and room for them
+        stages, warps = (2 if x.dtype == torch.float32 else 3), (4 if block_m == 64 else 8)
+        tile = Tile(64 if gated or block_m == 64 else 128, 64, stages, warps)
+    early = launch.early(x) and (1 if num_columns * inner < SMALL else 2)
+    _linear[(triton.cdiv(num_columns, tile.block_n), triton.cdiv(num_rows, block_m))](
+        x, weight, out if bias is None else bias, out if residual is None else residual, out,
+        num_rows, num_columns, inner, x.stride(0), 0 if residual is None else residual.stride(0),
+        GATED=gated, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, EVEN=inner % tile.block_k == 0,
+        IEEE=x.dtype == torch.float32, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        AHEAD=min(tile.ahead, inner * 2) // 16 * 16 if inner % 8 == 0 else 0, EARLY=int(early),
+        num_warps=tile.warps, num_stages=tile.stages, **launch.options(bool(early)),
+    )  # fmt: skip
+    return out
+
+
+def tile_for(num_columns: int, inner: int, gated: bool) -> Tile:
+    """Measured on an H200 with 8 rows in bfloat16 (docs/results.md). The order of a sum is the same in all of them."""
+    if num_columns * inner < SMALL:
+        if gated:
+            return Tile(32, 64, 6, 4, ahead=512)
+        return Tile(16, 256, 4, 4, ahead=512) if inner >= 1024 else Tile(16, 128, 6, 4, ahead=512)
+    if gated:
+        return Tile(32, 256, 3, 4)
+    return Tile(64, 128, 4, 4) if num_columns >= 16384 else Tile(32, 128, 6, 4)

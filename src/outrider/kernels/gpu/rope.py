@@ -1,0 +1,126 @@
+"""Queries and keys are normed (where the checkpoint norms them) and turned by their position, keys and values written
+to their pages: one launch for all heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.kernels.gpu import launch
+
+if TYPE_CHECKING:  # which imports this file in turn
+    from outrider.kernels.rope import HeadNorms
+
+
+@triton.jit
+def _rope_write(
+    q, k, v, cos, sin, q_weight, k_weight, k_pages, v_pages, locations, out,
+    q_row, q_head, k_row, k_head, v_row, v_head, key_row, key_head, value_row, value_head,
+    num_heads, num_kv_heads, dim, value_dim, half, eps, offset,
+    NORM: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_VALUE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program turns one head of one row: the queries' heads first, then the keys', then the values are copied."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kind = out.dtype.element_ty
+    if head >= num_heads + num_kv_heads:
+        number = head - num_heads - num_kv_heads
+        place = tl.arange(0, BLOCK_VALUE)
+        fits = place < value_dim
+        value = tl.load(v + row * v_row + number * v_head + place, mask=fits, other=0.0)
+        at = tl.load(locations + row) * value_row + number * value_head
+        tl.store(v_pages + at + place, value.to(v_pages.dtype.element_ty), mask=fits)
+        return
+    turning = tl.arange(0, BLOCK_HALF)
+    turns = turning < half
+    rest = 2 * half + tl.arange(0, BLOCK_REST)
+    cos_at = tl.load(cos + row * half + turning, mask=turns, other=0.0)
+    sin_at = tl.load(sin + row * half + turning, mask=turns, other=0.0)
+    if head < num_heads:
+        source = q + row * q_row + head * q_head
+        target = out + (row * num_heads + head) * dim
+        weight = q_weight
+    else:
+        source = k + row * k_row + (head - num_heads) * k_head
+        target = k_pages + tl.load(locations + row) * key_row + (head - num_heads) * key_head
+        weight = k_weight
+    first = tl.load(source + turning, mask=turns, other=0.0).to(tl.float32)
+    second = tl.load(source + half + turning, mask=turns, other=0.0).to(tl.float32)
+    third = tl.load(source + rest, mask=rest < dim, other=0.0).to(tl.float32)
+    if NORM:
+        square = tl.sum(first * first) + tl.sum(second * second) + tl.sum(third * third)
+        scale = tl.rsqrt(square / dim + eps)
+        first, second, third = first * scale, second * scale, third * scale
+        if not WIDE:
+            first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
+            third = third.to(kind).to(tl.float32)
+        first *= tl.load(weight + turning, mask=turns, other=0.0).to(tl.float32) + offset
+        second *= tl.load(weight + half + turning, mask=turns, other=0.0).to(tl.float32) + offset
+        third *= tl.load(weight + rest, mask=rest < dim, other=0.0).to(tl.float32) + offset
+        first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
+    tl.store(target + turning, (first * cos_at - second * sin_at).to(kind), mask=turns)
+    tl.store(target + half + turning, (second * cos_at + first * sin_at).to(kind), mask=turns)
+    tl.store(target + rest, third.to(kind), mask=rest < dim)
+
+
+@triton.jit
+def _tables(positions, inv_freq, cos, sin, scaling, half, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    fits = place < half
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(inv_freq + place, mask=fits, other=0.0)
+    tl.store(cos + row * half + place, tl.cos(angle) * scaling, mask=fits)
+    tl.store(sin + row * half + place, tl.sin(angle) * scaling, mask=fits)
+
+
+def tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, R / 2] of positions [T]."""
+    half, early = len(inv_freq), launch.early(positions)
+    cos, sin = (inv_freq.new_empty(len(positions), half) for _ in range(2))
+    if len(positions) and half:
+        _tables[(len(positions),)](
+            positions, inv_freq, cos, sin, scaling, half,
+            BLOCK=triton.next_power_of_2(half), EARLY=early, num_warps=1, **launch.options(early),
+        )  # fmt: skip
+    return cos, sin
+
+
+def rope_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, Tensor],
+    locations: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """q [T, heads, D] and k, v [T, kv heads, D] -> turned q; k and v go to `locations` [T] of the pages."""
+    cos, sin = rotary
+    k_pages, v_pages = pages
+    q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v))
+    out = q.new_empty(q.shape)
+    num_rows, num_heads, dim = q.shape
+    num_kv_heads, half = k.shape[1], cos.shape[-1]
+    if num_rows:
+        early = launch.early(q)
+        weights = (out, out) if norms is None else (norms.q, norms.k)
+        settings = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
+        _rope_write[(num_rows, num_heads + num_kv_heads + v.shape[1])](
+            q, k, v, cos, sin, *weights, k_pages, v_pages, locations, out,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2),
+            num_heads, num_kv_heads, dim, v.shape[-1], half, *settings,
+            NORM=norms is not None, WIDE=norms is not None and norms.wide,
+            BLOCK_HALF=max(triton.next_power_of_2(half), 1), BLOCK_REST=max(triton.next_power_of_2(dim - 2 * half), 1),
+            BLOCK_VALUE=triton.next_power_of_2(v.shape[-1]), EARLY=early, num_warps=1, **launch.options(early),
+        )  # fmt: skip
+    return out

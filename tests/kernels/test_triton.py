@@ -1,0 +1,208 @@
+"""Every Triton kernel against its torch reference: on a GPU where there is one, else interpreted on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+pytest.importorskip("triton")
+
+from outrider.kernels import activation, attention, linear, norm, rope, sampling  # noqa: E402
+from outrider.kernels.gpu import activation as gpu_activation  # noqa: E402
+from outrider.kernels.gpu import attention as gpu_attention  # noqa: E402
+from outrider.kernels.gpu import linear as gpu_linear  # noqa: E402
+from outrider.kernels.gpu import norm as gpu_norm  # noqa: E402
+from outrider.kernels.gpu import rope as gpu_rope  # noqa: E402
+from outrider.kernels.gpu import sampling as gpu_sampling  # noqa: E402
+from outrider.kernels.norm import rms_norm_reference  # noqa: E402
+from outrider.types import Batch  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def check(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=TOLERANCE[dtype], atol=factor * TOLERANCE[dtype])
+
+
+def batch_of(rows: list[int], starts: list[int], page_size: int, dtype: torch.dtype) -> Batch:
+    """Requests with so many rows after so many earlier tokens, their pages scattered."""
+    total = sum(rows)
+    request = torch.repeat_interleave(torch.tensor(rows))
+    query_start = torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()])
+    indices = torch.tensor(starts)[request] + torch.arange(total) - query_start[request]
+    lengths = [start + count for start, count in zip(starts, rows, strict=True)]
+    width = -(-max(lengths) // page_size)
+    pages = torch.randperm(len(rows) * width, generator=torch.Generator().manual_seed(1)) + 1
+    table = pages.view(len(rows), width).int()
+    batch = Batch(
+        input_ids=torch.zeros(total, dtype=torch.long),
+        positions=indices,
+        indices=indices,
+        query_start=query_start.int(),
+        request=request,
+        slots=torch.arange(len(rows)),
+        page_table=table,
+        write_locations=table[request, indices // page_size].long() * page_size + indices % page_size,
+        page_size=page_size,
+        max_len=max(lengths),
+        max_rows=max(rows),
+    )
+    for name in (
+        "input_ids",
+        "positions",
+        "indices",
+        "query_start",
+        "request",
+        "slots",
+        "page_table",
+        "write_locations",
+    ):
+        setattr(batch, name, getattr(batch, name).to(DEVICE))
+    return batch
+
+
+ATTENTION = [
+    # heads, kv heads, D, D_v, window, softcap, sinks
+    (4, 2, 16, 16, 0, 0.0, False),
+    (3, 1, 64, 64, 5, 0.0, False),
+    (4, 4, 24, 24, 0, 3.0, True),
+    (8, 2, 48, 32, 7, 0.0, True),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [None, 1, 4])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim", "window", "softcap", "sinks"), ATTENTION)
+def test_attention(
+    heads: int, kv_heads: int, dim: int, value_dim: int, window: int, softcap: float, sinks: bool,
+    parts: int | None, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    page_size = 4
+    batch = batch_of([1, 6, 3], [150, 3, 0], page_size, dtype)
+    num_pages = int(batch.page_table.max()) + 1
+    q = random(10, heads, dim, dtype=dtype)
+    pages = (
+        random(num_pages, page_size, kv_heads, dim, dtype=dtype),
+        random(num_pages, page_size, kv_heads, value_dim, dtype=dtype, seed=5),
+    )
+    sink = random(heads, dtype=dtype) if sinks else None
+    options = attention.AttentionOptions(dim**-0.5, window, softcap)
+    wanted = attention.paged_attention_reference(q, pages, batch, options, sink)
+    found = gpu_attention.paged_attention(
+        q, pages, keys_of(batch), options.scale, window=window, softcap=softcap, sinks=sink, parts=parts
+    )
+    check(found, wanted, dtype)
+
+
+def keys_of(batch: Batch, last_key: torch.Tensor | None = None) -> gpu_attention.Keys:
+    return gpu_attention.Keys(
+        batch.page_table, batch.query_start, batch.indices, last_key, batch.first_key, batch.page_size, batch.max_rows
+    )
+
+
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_attention_both_ways(first_key: int) -> None:
+    batch = batch_of([4, 4], [9, 70], 4, torch.float32)
+    batch.first_key = first_key
+    batch.last_key = torch.tensor([12] * 4 + [73] * 4, device=DEVICE)
+    q = random(8, 2, 16)
+    pages = (random(100, 4, 1, 16), random(100, 4, 1, 16, seed=5))
+    options = attention.AttentionOptions(0.3, both_ways=True)
+    wanted = attention.paged_attention_reference(q, pages, batch, options)
+    found = gpu_attention.paged_attention(q, pages, keys_of(batch, batch.last_key), 0.3)
+    check(found, wanted, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "inner"), [(1, 48, 64), (6, 33, 100), (17, 64, 256), (70, 40, 72)])
+def test_linear(rows: int, columns: int, inner: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (
+        random(rows, inner, dtype=dtype),
+        random(columns, inner, dtype=dtype),
+        random(columns, dtype=dtype),
+    )
+    residual = random(rows, columns, dtype=dtype, seed=3)
+    check(gpu_linear.linear(x, weight), linear.linear_reference(x, weight), dtype, inner**0.5)
+    wanted = linear.linear_reference(x, weight, bias) + residual
+    check(gpu_linear.linear(x, weight, bias, residual), wanted, dtype, inner**0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [5, 66])
+def test_gated_linear(rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = random(rows, 96, dtype=dtype), random(2 * 40, 96, dtype=dtype), random(80, dtype=dtype)
+    wanted = activation.silu_mul_reference(linear.linear_reference(x, weight, bias))
+    check(gpu_linear.linear(x, weight, bias, gated=True), wanted, dtype, 10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("offset", "wide"), [(0.0, False), (1.0, True)])
+@pytest.mark.parametrize("shape", [(3, 100), (2, 5, 24)])
+def test_norm(shape: tuple[int, ...], offset: float, wide: bool, dtype: torch.dtype) -> None:
+    x, weight = random(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., : shape[-1]], random(shape[-1], dtype=dtype)
+    for scale in (weight, None):
+        wanted = norm.rms_norm_reference(x, scale, 1e-5, offset=offset, wide=wide)
+        check(gpu_norm.rms_norm(x, scale, 1e-5, offset=offset, wide=wide), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activation(dtype: torch.dtype) -> None:
+    x = random(3, 2 * 1100, dtype=dtype)
+    check(gpu_activation.silu_mul(x), activation.silu_mul_reference(x), dtype)
+    check(gpu_activation.gelu_tanh_mul(x), activation.gelu_tanh_mul_reference(x), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [None, (0.0, False), (1.0, True)])
+@pytest.mark.parametrize(("dim", "half"), [(16, 8), (24, 4), (48, 24), (16, 0)])
+def test_rope_write(dim: int, half: int, norm: tuple[float, bool] | None, dtype: torch.dtype) -> None:
+    num_rows, heads, kv_heads, page_size = 5, 3, 2, 4
+    qkv = random(num_rows, heads + 2 * kv_heads, dim, dtype=dtype)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    rotary = random(num_rows, half), random(num_rows, half, seed=2)
+    locations = torch.tensor([7, 3, 12, 30, 21], device=DEVICE)
+
+    def pages() -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(torch.zeros(8, page_size, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in range(2))  # type: ignore[return-value]
+
+    ours, theirs = pages(), pages()
+    norms = None
+    normed = q, k
+    if norm is not None:
+        norms = rope.HeadNorms(random(dim, dtype=dtype), random(dim, dtype=dtype, seed=9), 1e-5, *norm)
+        normed = tuple(
+            rms_norm_reference(x, weight, 1e-5, offset=norm[0], wide=norm[1])
+            for x, weight in ((q, norms.q), (k, norms.k))
+        )  # type: ignore[assignment]
+    wanted = rope.rope_write_reference(*normed, v, rotary, theirs, locations)
+    check(gpu_rope.rope_write(q, k, v, rotary, ours, locations, norms), wanted, dtype)
+    for mine, other in zip(ours, theirs, strict=True):
+        check(mine, other, dtype)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("reduced", [True, False])
+def test_choose(greedy: bool, reduced: bool) -> None:
+    rows, width = 40, 5000
+    logits = random(rows, width)
+    logits[3, 17] = logits[3, 4999] = 30.0  # the first of equals
+    ids = torch.randperm(9000, generator=torch.Generator().manual_seed(0))[:width].to(DEVICE) if reduced else None
+    temperature = torch.tensor([0.0 if greedy else 0.7, 1.3, 0.0], device=DEVICE)
+    seeds = torch.tensor([5, -(2**62), 2**63 - 1], device=DEVICE)
+    requests = torch.arange(rows, device=DEVICE) % (1 if greedy else 3)
+    positions = torch.arange(rows, device=DEVICE) * 7919
+    columns = torch.arange(width, device=DEVICE) if ids is None else ids
+    scaled = logits / temperature[requests].clamp(min=1e-5)[:, None]
+    drawn = (scaled + sampling.gumbel(seeds[requests], positions, columns)).argmax(-1)
+    best = torch.where(temperature[requests] <= 1e-5, logits.argmax(-1), drawn)
+    wanted = best if ids is None else ids[best]
+    found = gpu_sampling.choose(logits, temperature, seeds, requests, positions, ids, greedy=greedy, least=1e-5)
+    assert found.tolist() == wanted.tolist()

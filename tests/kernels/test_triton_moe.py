@@ -1,0 +1,134 @@
+"""The Triton experts against the reference, and each promise of theirs: tiles hold every pair once, rows keep their
+bits whatever their company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_triton import CUDA, DEVICE, DTYPES, check, random
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from outrider.kernels.activation import Activation, clamped_swish_mul, relu2, silu_mul
+from outrider.kernels.gpu import moe as gpu_moe
+from outrider.kernels.moe import ExpertWeights, experts_reference, softmax_top
+
+
+def make_weights(
+    num_experts: int, hidden: int, inner: int, dtype: torch.dtype, *, gated: bool = True, bias: bool = False
+) -> ExpertWeights:
+    width = 2 * inner if gated else inner
+    up = random(num_experts, width, hidden, dtype=dtype) / hidden**0.5
+    down = random(num_experts, hidden, inner, dtype=dtype, seed=1) / inner**0.5
+    biases = (
+        (random(num_experts, width, dtype=dtype), random(num_experts, hidden, dtype=dtype)) if bias else (None, None)
+    )
+    return ExpertWeights(up, down, *biases)
+
+
+def route(num_rows: int, num_experts: int, num_chosen: int) -> tuple[Tensor, Tensor]:
+    return softmax_top(random(num_rows, num_experts, seed=7), num_chosen, renormalise=True)
+
+
+CASES = [
+    # rows, experts, chosen, hidden, inner, activation, gated, bias
+    (1, 5, 2, 64, 48, silu_mul, True, False),
+    (7, 6, 3, 100, 33, silu_mul, True, True),
+    (21, 4, 4, 72, 136, relu2, False, True),
+    (5, 9, 1, 40, 24, clamped_swish_mul(1.7, 2.0), True, True),
+    (130, 3, 2, 48, 40, silu_mul, True, False),  # tiles of more than 16 rows
+]
+CUDA_CASES = [
+    (3, 512, 16, 256, 96, silu_mul, True, False),
+    (2500, 60, 4, 512, 176, silu_mul, True, True),
+    (1700, 16, 6, 256, 200, relu2, False, False),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "num_experts", "chosen", "hidden", "inner", "activation", "gated", "bias"),
+    CASES + (CUDA_CASES if CUDA else []),
+)
+@torch.no_grad()
+def test_experts(
+    rows: int, num_experts: int, chosen: int, hidden: int, inner: int, activation: Activation, gated: bool, bias: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    weights = make_weights(num_experts, hidden, inner, dtype, gated=gated, bias=bias)
+    x = random(rows, hidden, dtype=dtype)
+    ids, shares = route(rows, num_experts, chosen)
+    wanted = experts_reference(x, ids, shares, weights, activation)
+    found = gpu_moe.experts(x, ids, shares, weights, activation)
+    check(found, wanted, dtype, 4)
+
+
+@torch.no_grad()
+def test_no_rows_and_strided_rows() -> None:
+    weights = make_weights(4, 32, 16, torch.float32)
+    ids, shares = route(6, 4, 2)
+    x = random(6, 64)[:, ::2]
+    assert gpu_moe.experts(x[:0], ids[:0], shares[:0], weights, silu_mul).shape == (0, 32)
+    check(
+        gpu_moe.experts(x, ids, shares, weights, silu_mul),
+        experts_reference(x, ids, shares, weights, silu_mul),
+        x.dtype,
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 6, 50, 400])
+@pytest.mark.parametrize("crowd", ["even", "one", "last", "first and last"])
+def test_tiles_hold_every_pair_once(rows: int, crowd: str) -> None:
+    num_experts, chosen = 11, 3
+    ids = torch.randint(0, num_experts, (rows, chosen), generator=torch.Generator().manual_seed(rows)).to(DEVICE)
+    if crowd == "one":
+        ids[:] = 4
+    elif crowd == "last":
+        ids[:] = num_experts - 1
+    elif crowd == "first and last":
+        ids = ids % 2 * (num_experts - 1)
+    tiles = gpu_moe.group(ids, num_experts)
+    assert len(tiles.experts) <= -(-rows * chosen // tiles.block_m) + min(num_experts, rows * chosen)
+    seen = []
+    for expert, pairs in zip(tiles.experts.tolist(), tiles.pairs.tolist(), strict=True):
+        if expert >= 0:
+            inside = [pair for pair in pairs if pair >= 0]
+            assert inside
+            assert pairs == inside + [-1] * (tiles.block_m - len(inside))
+            assert all(ids.flatten()[pair] == expert for pair in inside)
+            seen += inside
+    assert sorted(seen) == list(range(rows * chosen))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_rows_keep_their_bits(dtype: torch.dtype) -> None:
+    """Interpreted, a product's bits are numpy's, which knows no such promise across shapes: there, among a few."""
+    num_experts, chosen = 6, 3
+    weights = make_weights(num_experts, 96, 40, dtype, bias=True)
+    x = random(1200, 96, dtype=dtype)
+    ids, shares = route(1200, num_experts, chosen)
+    few = gpu_moe.experts(x[:9], ids[:9], shares[:9], weights, silu_mul)
+    for row in range(0, 9, 1 if CUDA else 4):
+        alone = gpu_moe.experts(x[row : row + 1], ids[row : row + 1], shares[row : row + 1], weights, silu_mul)
+        assert torch.equal(alone[0], few[row])
+    for count in (40, 90, 300, 1200) if CUDA else ():  # every size of tile
+        many = gpu_moe.experts(x[:count], ids[:count], shares[:count], weights, silu_mul)
+        assert torch.equal(many[:9], few), count
+
+
+@pytest.mark.skipif(not CUDA, reason="graphs are CUDA's")
+@torch.no_grad()
+def test_in_a_graph() -> None:
+    """Captured with one routing, played with another."""
+    weights = make_weights(8, 128, 64, torch.bfloat16)
+    x = random(5, 128, dtype=torch.bfloat16)
+    ids, shares = route(5, 8, 2)
+    gpu_moe.experts(x, ids, shares, weights, silu_mul)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = gpu_moe.experts(x, ids, shares, weights, silu_mul)
+    ids.copy_((ids + 3) % 8)
+    graph.replay()
+    assert torch.equal(out, gpu_moe.experts(x, ids, shares, weights, silu_mul))
