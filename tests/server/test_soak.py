@@ -16,7 +16,7 @@ from outrider.bench.soak_clients import QUESTIONS, Crowd, Replay, Tally
 @pytest.mark.slow
 def test_a_short_soak() -> None:
     """Ten minutes of it: outrider bench soak."""
-    soak = run_soak(25, threads=1)
+    soak = run_soak(20, threads=1)
     assert soak.failures == []
     done = soak.crowd.tally.done
     assert min(done[name] for name in ("turns", "leave", "be_killed", "be_bound", "ask_for_several")) > 0
@@ -35,7 +35,7 @@ def well() -> Soak:
     ]
     crowd = Crowd(None, ("127.0.0.1", 1), 0.0, tally=Tally(replays=replays))  # type: ignore[arg-type]
     half = len(QUESTIONS)
-    return Soak(10.0, before, after, crowd, replays[:half], replays[half:], [1], 0, NUM_CHATS)
+    return Soak(10.0, before, after, crowd, replays[:half], replays[half:], [1] * 4, 0, NUM_CHATS)
 
 
 def test_a_soak_that_went_well() -> None:
@@ -54,6 +54,7 @@ def _after(soak: Soak, **changes: Any) -> None:
         (lambda soak: _after(soak, figures=soak.after.figures | {GAUGES[0]: 1.0}), "running"),
         (lambda soak: _after(soak, figures=soak.before.figures), "preempted"),
         (lambda soak: _after(soak, memory=soak.before.memory + 64 * 2**20), "memory grew"),
+        (lambda soak: setattr(soak, "memory", [100, 100, 100, 100 + 2**24]), "still growing"),
         (lambda soak: _after(soak, num_files=10), "file handles"),
         (lambda soak: setattr(soak.crowd.tally.replays[-1], "text", "other"), "got 2 answers"),
         (lambda soak: soak.crowd.tally.replays.clear(), "never answered"),

@@ -29,6 +29,7 @@ SERVER = ("--max-num-seqs", "8", "--max-model-len", "512", "--kv-cache-memory-by
 PARSERS = ("--tool-call-parser", "hermes")
 MAX_CHANGE = 0.05  # of accept length, and of memory
 MEMORY_ROOM = 32 * 2**20  # bytes that memory may grow whatever its size: allocators keep what they had
+LATE_ROOM = 12 * 2**20  # the same, in the second half, when they should have it
 SETTLE_SECONDS = 20.0
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
@@ -198,6 +199,8 @@ def judge(soak: Soak) -> list[str]:
         failures.append(f"accept length went from {first:.3f} to {last:.3f}")
     if after.memory > soak.before.memory * (1 + MAX_CHANGE) + MEMORY_ROOM:
         failures.append(f"memory grew from {soak.before.memory} to {after.memory} bytes")
+    if soak.quarters[3] > soak.quarters[1] + LATE_ROOM:
+        failures.append(f"memory was still growing: {soak.quarters} bytes at the end of each quarter")
     if after.num_files > soak.before.num_files:
         failures.append(f"file handles grew from {soak.before.num_files} to {after.num_files}")
     if not soak.moved("vllm:num_preemptions_total"):

@@ -8,6 +8,7 @@ import contextlib
 import json
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 NUM_CHATS = 6
 PATH = "/v1/chat/completions"
 TURN_TOKENS = 40
-BURSTS = 0.15  # share of requests for several answers that ask for many
+BURST_EVERY = 8  # of the requests for several answers, one asks for many
 CHAT_LEN = 1200  # characters after which a chat begins anew
 # A client that does nothing but ask and read: cheap to start, and killed before it is done.
 KILLED_CLIENT = """
@@ -154,12 +155,12 @@ class Crowd:
         """A process of its own that reads a stream, until it is killed without a word."""
         body = {"messages": _ask(source.choice(CHAT)), "max_tokens": 300, "ignore_eos": True, "stream": True}
         command = [sys.executable, "-S", "-c", KILLED_CLIENT, *map(str, self.address), json.dumps(body)]
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        assert process.stdout is not None
-        for _ in range(source.randrange(1, 4)):
-            await process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-        if await process.wait() != -signal.SIGKILL:
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            for _ in range(source.randrange(1, 4)):
+                await asyncio.to_thread(process.stdout.readline)
+            process.send_signal(signal.SIGKILL)
+        if process.returncode != -signal.SIGKILL:
             self.tally.wrong("be_killed: the client ended before it was killed")
         await asyncio.sleep(source.uniform(0.5, 1.5))
 
@@ -186,8 +187,8 @@ class Crowd:
     async def _ask_for_several(self, source: random.Random) -> None:
         """A few short ones, or many long ones, which take the pages of everybody else."""
         body = {"messages": _ask(source.choice(CHAT)), "n": 3, "max_tokens": 24, "logprobs": True, "top_logprobs": 2}
-        if source.random() < BURSTS:
-            body |= {"n": 8, "max_tokens": 200, "ignore_eos": True}
+        if self.tally.done["ask_for_several"] % BURST_EVERY == 0:
+            body |= {"n": 8, "max_tokens": 280, "ignore_eos": True}
         elif source.random() < 0.5:
             body |= {"tools": [_TOOL], "tool_choice": "auto"}
         response = await self.client.post(PATH, json=body | {"seed": source.randrange(2**31)})

@@ -259,7 +259,7 @@ def _rows_ahead(step: Step, lag: int) -> Batch:
         request=request,
         write_locations=_locations(batch, request, indices, step.emits),
         max_rows=1,
-        memo={"read": ahead[:, None].expand_as(indices)},
+        memo={"read": ahead[:, None].repeat(1, len(request))},
     )
 
 
