@@ -46,6 +46,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         num_predicted_tokens: int = 16,
         watchdog: WatchdogConfig | bool = True,
+        enforce_eager: bool = False,
+        exact: bool = False,
         progress: Progress | None = None,
     ) -> None:
         target, speculative = named_pair(model, speculative_config)
@@ -62,6 +64,8 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             num_predicted_tokens=num_predicted_tokens,
             watchdog=(WatchdogConfig() if watchdog else None) if isinstance(watchdog, bool) else watchdog,
+            enforce_eager=enforce_eager,
+            exact=exact,
         )
         self.engine, self.budget = open_pair(self.config, progress)
         self.tokenizer = self.engine.tokenizer

@@ -105,8 +105,8 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
             for module in (target, drafter):
                 if module is not None:
                     pack_weights(module)
-                    if config.exact:
-                        make_exact(module)
+        if config.exact:  # of the target alone: what a drafter says is judged
+            make_exact(target)
         engine = Engine(config, target, drafter, budget, tokenizer)
         engine.end_ids = _end_ids(checkpoint, tokenizer)
         engine.predicting = _predicting(config, engine)

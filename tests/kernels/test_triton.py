@@ -206,3 +206,9 @@ def test_choose(greedy: bool, reduced: bool) -> None:
     wanted = best if ids is None else ids[best]
     found = gpu_sampling.choose(logits, temperature, seeds, requests, positions, ids, greedy=greedy, least=1e-5)
     assert found.tolist() == wanted.tolist()
+
+
+def test_running_sum() -> None:
+    x = random(3, 2500).abs()
+    torch.testing.assert_close(gpu_sampling.running_sum(x), x.cumsum(-1), rtol=1e-5, atol=1e-4)
+    assert gpu_sampling.running_sum(x)[1].equal(gpu_sampling.running_sum(x[1:2])[0])

@@ -30,6 +30,8 @@ PromptFile = Annotated[
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or auto.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N or auto.")]
 MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Longest context.", metavar="N")]
+Exact = Annotated[bool, typer.Option("--exact", help="On a GPU: bits of a token do not depend on its company.")]
+Eager = Annotated[bool, typer.Option("--enforce-eager", help="On a GPU: no CUDA graphs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 

@@ -118,8 +118,8 @@ def random_engine(config: EngineConfig, shape: dict[str, Any]) -> Engine:
     for module in (target, drafter):
         if module is not None:
             fill(module)
-            if config.exact:
-                make_exact(module)
+    if config.exact:
+        make_exact(target)
     return Engine(config, target, drafter, budget)
 
 

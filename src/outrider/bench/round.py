@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import __version__
-from outrider.bench.options import AsJson, Device, Dtype
+from outrider.bench.options import AsJson, Device, Dtype, Eager, Exact
 from outrider.bench.random_pair import METHODS, SHAPES, random_engine, shape_of
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.console import open_consoles
@@ -40,8 +40,6 @@ BatchSize = Annotated[int, typer.Option("--batch-size", "-b", help="Requests at 
 Context = Annotated[int, typer.Option("--context", help="Tokens of each prompt.", min=1)]
 NumRounds = Annotated[int, typer.Option("--num-rounds", help="Rounds of a measurement; seven are made.", min=1)]
 Temperature = Annotated[float, typer.Option("--temperature", help="0: greedy.", min=0.0)]
-Exact = Annotated[bool, typer.Option("--exact", help="Bits that do not depend on company.")]
-Eager = Annotated[bool, typer.Option("--eager", help="Without CUDA graphs.")]
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def bench_round(
     dtype: Dtype = "auto",
     device: Device = "auto",
     exact: Exact = False,
-    eager: Eager = False,
+    enforce_eager: Eager = False,
     as_json: AsJson = False,
 ) -> None:
     """What a round costs, with random weights: plain, then with each drafter.
@@ -102,7 +100,7 @@ def bench_round(
         max_num_seqs=batch_size,
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
-        enforce_eager=eager,
+        enforce_eager=enforce_eager,
         exact=exact,
     )
     plan = Plan(shape, batch_size, context, num_rounds, temperature, config)

@@ -17,6 +17,7 @@ from outrider.bench.options import (
     Device,
     Draft,
     Dtype,
+    Exact,
     MaxModelLen,
     Model,
     NumSpeculativeTokens,
@@ -46,6 +47,7 @@ def certify_command(
     dtype: Dtype = "auto",
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
+    exact: Exact = False,
     as_json: AsJson = False,
 ) -> None:
     """Prove that speculative output is what the target alone says: token for token, in every company.
@@ -72,6 +74,7 @@ def certify_command(
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
+            exact=exact,
             progress=progress,
         )
     if as_json:

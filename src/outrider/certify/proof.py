@@ -67,9 +67,11 @@ class Subject:
     dtype: str
     device: str
     max_model_len: int
+    exact: bool = False
 
     def open(self, *, plain: bool = False, **settings: Any) -> LLM:
         usual = {"max_model_len": self.max_model_len, "page_size": PAGE_SIZE, "enable_prefix_caching": False}
+        usual |= {"exact": self.exact}
         speculative = None if plain else replace(self.speculative, force=True)  # how good it is, is not the question
         return LLM(self.model, speculative, dtype=self.dtype, device=self.device, **{**usual, **settings})
 
@@ -273,6 +275,7 @@ def certify(
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
+    exact: bool = False,
     progress: Progress | None = None,
 ) -> Certificate:
     """Plain against speculative decoding of one target. Without a drafter, the embedded target's own or n-grams."""
@@ -283,7 +286,8 @@ def certify(
     if not questions:
         raise ValueError("there is no prompt to ask: give at least one")
     longest = max(question.final_len for question in questions)
-    subject = Subject(model, speculative_for(model, speculative_config), dtype, device, max_model_len or longest)
+    drafter = speculative_for(model, speculative_config)
+    subject = Subject(model, drafter, dtype, device, max_model_len or longest, exact)
     with threads_for(vocabulary.num_parameters):
         certificate = Proof(subject, questions, effort, Watch(progress)).run()
     certificate.seconds = time.perf_counter() - begin

@@ -96,7 +96,7 @@ class LatentAttention(CachedLayer):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         assert self.pages is not None, "the layer has no cache memory yet"
-        shape, (keys, values) = self.shape, self.pages
+        shape, (keys, values), exact = self.shape, self.pages, self.options.exact
         query, latent, key = self.inputs(x).split(
             [shape.query_rank or shape.query_width, shape.latent_dim, shape.rotary_dim], dim=-1
         )
@@ -110,15 +110,16 @@ class LatentAttention(CachedLayer):
         # A page's row is the latent, which serves as the value, then the turned key: two writes into one row.
         places = (keys[..., shape.latent_dim :], values)
         turned = rope_write(turning, key[:, None], latent[:, None], self.rotary(batch), places, batch.write_locations)
-        absorbed = torch.cat([head_linear(plain, self.key_up), turned], dim=-1)  # [T, heads, latent_dim + rotary_dim]
+        plain = head_linear(plain, self.key_up, exact=exact)
+        absorbed = torch.cat([plain, turned], dim=-1)  # [T, heads, latent_dim + rotary_dim]
         attended = paged_attention(absorbed, self.pages, batch, self.options)  # [T, heads, latent_dim]
-        return self.output(head_linear(attended, self.value_up).flatten(1))
+        return self.output(head_linear(attended, self.value_up, exact=exact).flatten(1))
 
 
-def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+def head_linear(x: Tensor, weight: Tensor, *, exact: bool = False) -> Tensor:
     """x [T, heads, in] and each head's own weight [heads, out, in] -> [T, heads, out]."""
-    if x.is_cpu:  # head after head: the rows of `linear` do not depend on each other
-        return torch.stack([linear(x[:, head], each) for head, each in enumerate(weight)], dim=1)
+    if x.is_cpu or exact:  # head after head: the rows of `linear` do not depend on each other
+        return torch.stack([linear(x[:, head], each, exact=exact) for head, each in enumerate(weight)], dim=1)
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 

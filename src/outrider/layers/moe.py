@@ -41,7 +41,7 @@ class Experts(nn.Module):
 
 def router_logits(gate: Linear, x: Tensor) -> Tensor:
     """In float32 whatever the model's precision: near ties decide which experts run."""
-    return gate(x) if x.dtype is torch.float32 else linear(x.float(), gate.weight.float())
+    return gate(x) if x.dtype is torch.float32 else linear(x.float(), gate.weight.float(), exact=gate.exact)
 
 
 class SoftmaxRouter(nn.Module):

@@ -104,3 +104,26 @@ def choose(
         **launch.options(early),
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _running_sum(x, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64) * width
+    before = tl.zeros((1,), dtype=tl.float32)
+    for begin in range(0, width, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        value = tl.load(x + row + column, mask=column < width, other=0.0)
+        tl.store(out + row + column, tl.cumsum(value) + before, mask=column < width)
+        before += tl.sum(value)
+
+
+def running_sum(x: Tensor) -> Tensor:
+    """x [R, V] float32 -> sums of each row up to each column, block by block."""
+    x = x.contiguous()
+    out, early = torch.empty_like(x), launch.early(x)
+    if len(x):
+        _running_sum[(len(x),)](x, out, x.shape[1], BLOCK=1024, EARLY=early, num_warps=4, **launch.options(early))
+    return out

@@ -1,0 +1,112 @@
+"""Recorded rounds on a CUDA device: the same as step by step, whoever comes and goes, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from samples import drafter_settings
+
+from outrider import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+VARIED = [
+    GREEDY,
+    replace(GREEDY, temperature=0.8, seed=5),
+    replace(GREEDY, temperature=1.0, seed=6, top_p=0.9, top_k=20),
+    replace(GREEDY, temperature=0.7, seed=7, num_speculative_tokens=1, max_tokens=9),
+    replace(GREEDY, repetition_penalty=1.3),  # what cannot be recorded
+]
+PROMPTS = [[5, 6, 7, 8, 9] * 3, [40, 41], list(range(60, 90)), [3] * 20, [11, 12, 13]]
+
+
+def answers(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "eagle3", "dflash"])
+def test_recorded_rounds_are_steps(method: str | None, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    path = target_path("llama")
+    settings = drafter_settings(method, tmp_path, target_path, "llama") if method is not None else None
+    found = []
+    for eager in (True, False):
+        with LLM(path, settings, device="cuda", dtype="float32", max_model_len=128, enforce_eager=eager) as llm:
+            found.append([answers(llm, [each] * len(PROMPTS)) for each in VARIED] + [answers(llm, VARIED)])
+    assert found[0] == found[1]
+
+
+def test_logprobs_of_recorded_rounds(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    settings = drafter_settings("eagle3", tmp_path, target_path, "llama")
+    params, found = replace(GREEDY, logprobs=3), []
+    for eager in (True, False):
+        with LLM(target_path("llama"), settings, device="cuda", dtype="float32", max_model_len=128,
+                 enforce_eager=eager) as llm:  # fmt: skip
+            rows = [output.outputs[0].logprobs for output in llm.generate(PROMPTS, params)]
+            found.append([[{token: one.logprob for token, one in row.items()} for row in each or []] for each in rows])
+    for own, other in zip(*found, strict=True):
+        assert [list(row) for row in own] == [list(row) for row in other]
+        pairs = zip(own, other, strict=True)
+        assert all(row[token] == pytest.approx(twin[token], abs=1e-4) for row, twin in pairs for token in row)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_exact_bits(family: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """In bfloat16: alone, together, with a drafter, in small chunks, from the prefix cache. Log-probabilities too."""
+    settings = drafter_settings("eagle3", tmp_path, target_path, family)
+    params = [replace(each, logprobs=1) for each in VARIED]
+    sides = [(None, {}), (settings, {}), (settings, {"max_num_batched_tokens": 32}), (None, {"max_num_seqs": 2})]
+    found = []
+    for config, options in sides:
+        with LLM(target_path(family), config, device="cuda", dtype="bfloat16", max_model_len=128, exact=True,
+                 **options) as llm:  # fmt: skip
+            for _ in range(2):
+                outputs = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+                found.append([(out.token_ids, [next(iter(row.values())).logprob for row in out.logprobs or []])
+                              for out in outputs])  # fmt: skip
+    assert all(each == found[0] for each in found)
+
+
+def test_soak(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """A thousand requests come and go, some of them early: pages, slots and memory come back."""
+    settings = drafter_settings("eagle3", tmp_path, target_path, "llama")
+    chance = random.Random(0)
+    with LLM(target_path("llama"), settings, device="cuda", dtype="bfloat16", max_model_len=96,
+             max_num_seqs=24) as llm:  # fmt: skip
+        engine, pool = llm.engine, llm.engine.scheduler.pool
+
+        def requests(count: int) -> list:
+            made = []
+            for number in range(count):
+                prompt = [chance.randrange(5, 90) for _ in range(chance.randrange(1, 40))]
+                params = replace(chance.choice(VARIED[:4]), max_tokens=chance.randrange(1, 40))
+                made += llm.requests_for(prompt, params, number)
+            return made
+
+        def run(waiting: list) -> None:
+            running: list = []
+            while waiting or engine.has_work:
+                for _ in range(min(len(waiting), chance.randrange(4))):
+                    running.append(waiting.pop())
+                    engine.add(running[-1])
+                engine.step()
+                if running and chance.random() < 0.05:
+                    engine.abort(running.pop(chance.randrange(len(running))))
+
+        run(requests(200))
+        torch.cuda.synchronize()
+        memory, free = torch.cuda.memory_allocated(), pool.num_free
+        assert free == pool.capacity
+        wanted = requests(1000)
+        run(list(wanted))
+        torch.cuda.synchronize()
+        assert all(request.finished for request in wanted)
+        assert pool.num_free == free
+        assert torch.cuda.memory_allocated() <= memory + 2**20
