@@ -6,7 +6,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from rich.table import Table
 from outrider import __version__
 from outrider.bench.options import AsJson, Device, Dtype, Eager, Exact
 from outrider.bench.random_pair import METHODS, SHAPES, random_engine, shape_of
+from outrider.bench.random_peers import NUM_LONG, NUM_RUNS, PEERS, PeerCost, measure_peers
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.console import open_consoles
 from outrider.engine.engine import Engine
@@ -39,6 +40,9 @@ AcceptLength = Annotated[float, typer.Option("--accept-length", help=_ACCEPT_HEL
 BatchSize = Annotated[int, typer.Option("--batch-size", "-b", help="Requests at a time.", min=1)]
 Context = Annotated[int, typer.Option("--context", help="Tokens of each prompt.", min=1)]
 NumRounds = Annotated[int, typer.Option("--num-rounds", help="Rounds of a measurement; seven are made.", min=1)]
+Against = Annotated[
+    list[str] | None, typer.Option("--against", help=f"Another engine: {', '.join(PEERS)}. May be given again.")
+]
 Temperature = Annotated[float, typer.Option("--temperature", help="0: greedy.", min=0.0)]
 
 
@@ -81,6 +85,7 @@ def bench_round(
     device: Device = "auto",
     exact: Exact = False,
     enforce_eager: Eager = False,
+    against: Against = None,
     as_json: AsJson = False,
 ) -> None:
     """What a round costs, with random weights: plain, then with each drafter.
@@ -111,9 +116,48 @@ def bench_round(
     ]  # fmt: skip
     costs = [measure(replace(plan, config=replace(config, speculative=each))) for each in settings]
     found = to_dict(plan, costs, copy_bandwidth(config.torch_device))
+    found["peers"] = [_peer(cost, costs[0], plan) for cost in _peers(plan, against or ())]
     if not as_json:
         _show(open_consoles().about, found)
     print(json.dumps(found))
+
+
+def _peers(plan: Plan, names: Sequence[str]) -> list[PeerCost]:
+    shape, device = shape_of(plan.shape), plan.config.torch_device
+    prompts = _prompts(plan, shape["vocab_size"])
+    return measure_peers(names, shape, prompts, device, plan.config.torch_dtype("bfloat16"))
+
+
+def _peer(cost: PeerCost, plain: Cost, plan: Plan) -> dict[str, Any]:
+    """Decoding is compared with decoding, and where only the total is known, the total with the total."""
+    ours = whole_rate(plan) if cost.step_ms is None else 1e3 * plan.batch_size / plain.median
+    step = None if cost.step_ms is None else round(statistics.median(cost.step_ms), 4)
+    return {
+        "name": cost.name,
+        "step_ms": step,
+        "tokens_per_second": round(cost.tokens_per_second, 1),
+        "with_prompts": cost.step_ms is None,
+        "outrider_plain_tokens_per_second": round(ours, 1),
+        "outrider_plain_is_times": round(ours / cost.tokens_per_second, 3),
+    }
+
+
+def whole_rate(plan: Plan) -> float:
+    """Tokens a second of plain decoding from the prompts to the last token, all requests together."""
+    engine = random_engine(plan.config, shape_of(plan.shape))
+    rates = []
+    try:
+        for _ in range(NUM_RUNS + 1):  # the first one warms up
+            requests = _requests(plan, engine, NUM_LONG)
+            begin = time.perf_counter()
+            for request in requests:
+                engine.add(request)
+            while not all(request.finished for request in requests):
+                engine.step()
+            rates.append(NUM_LONG * len(requests) / (time.perf_counter() - begin))
+    finally:
+        _close(engine)
+    return statistics.median(rates[1:])
 
 
 def measure(plan: Plan) -> Cost:
@@ -144,18 +188,24 @@ def measure(plan: Plan) -> Cost:
             cache_bytes=int(length * plan.batch_size * _cache_bytes_per_token(engine)),
         )
     finally:
-        engine.close()
-        del engine
-        gc.collect()
-        torch.cuda.empty_cache()
+        _close(engine)
 
 
-def _requests(plan: Plan, engine: Engine) -> list[Request]:
-    generator = torch.Generator().manual_seed(0)
-    params = SamplingParams(temperature=plan.temperature, max_tokens=None, ignore_eos=True)
-    vocabulary = engine.target.vocab_size
-    prompts = [torch.randint(vocabulary, (plan.context,), generator=generator).tolist() for _ in range(plan.batch_size)]
+def _close(engine: Engine) -> None:
+    engine.close()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _requests(plan: Plan, engine: Engine, max_tokens: int | None = None) -> list[Request]:
+    params = SamplingParams(temperature=plan.temperature, max_tokens=max_tokens, ignore_eos=True)
+    prompts = _prompts(plan, engine.target.vocab_size)
     return [Request(f"random-{n}", prompt, params, seed=n) for n, prompt in enumerate(prompts)]
+
+
+def _prompts(plan: Plan, vocabulary: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocabulary, (plan.context,), generator=generator).tolist() for _ in range(plan.batch_size)]
 
 
 def _rounds(engine: Engine, count: int) -> None:
@@ -272,5 +322,9 @@ def _show(console: Console, found: dict[str, Any]) -> None:
             "-" if idle is None else f"{idle:.0%}",
         )
     console.print(table)
+    for peer in found["peers"]:
+        step = "" if peer["step_ms"] is None else f"{peer['step_ms']:.3f} ms a step, "
+        times = f"outrider plain is {peer['outrider_plain_is_times']:.2f} times as fast"
+        console.print(f"{peer['name']}: {step}{peer['tokens_per_second']:.0f} tokens/s; {times}")
     if len(found["sides"]) > 1:
         console.print("Accept lengths are synthetic: they say what a round costs, not how well a drafter drafts.")

@@ -119,6 +119,7 @@ class Engine:
             flight = self._flying.popleft()
             if any(flight.passengers):
                 return self._land(flight)
+            self._give_back(flight)
         plan = self.scheduler.next()
         if not plan:
             return []
@@ -167,6 +168,10 @@ class Engine:
         draft = self.drafter.propose(step, hidden, verdict)
         return bookkeeping.note(step, verdict, draft.tokens, draft.count), logits
 
+    def _give_back(self, flight: Flight) -> None:
+        assert self._graphs is not None
+        self._graphs.give_back(flight)
+
     def _pretended(self, choice: Tensor, step: Step) -> Tensor:
         return choice if self._pretence is None else pretend(choice, step, self._pretence)
 
@@ -176,7 +181,6 @@ class Engine:
 
     def _land(self, flight: Flight) -> list[Request]:
         """The outcome of a recorded round reaches the requests that are still there."""
-        assert self._graphs is not None
         rows, judged = flight.rows(), 1 + flight.num_drafts
         landed: list[Work] = []
         for number, (request, row) in enumerate(zip(flight.passengers, rows, strict=False)):
@@ -188,7 +192,7 @@ class Engine:
             logits = flight.logits.view(-1, judged, flight.logits.shape[-1])[number]
             self._settle(work, Outcome(tokens, kept, drafted), logits)
             landed.append(work)
-        self._graphs.give_back(flight)
+        self._give_back(flight)
         self._heal(landed)
         return [work.request for work in landed]
 
