@@ -12,6 +12,7 @@ from torch import Tensor
 
 WANTED_PROGRAMS = 256  # enough to keep every multiprocessor busy
 MAX_PARTS = 64
+KEYS, WARPS, STAGES = 64, 4, 3  # keys of a block, and how it is worked on
 
 
 @triton.jit
@@ -192,9 +193,9 @@ def paged_attention(
         table.stride(0), scale, softcap, num_heads, keys.first_key, blocks, keys.page_size,
         GROUP=group, PARTS=parts, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
         SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
-        BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=block_m, BLOCK_N=32 if wide else 64,
-        IEEE=q.dtype == torch.float32, num_warps=4,
-        num_stages=2 if wide or q.dtype == torch.float32 else 3,
+        BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=block_m, BLOCK_N=32 if wide else KEYS,
+        IEEE=q.dtype == torch.float32, num_warps=WARPS,
+        num_stages=2 if wide or q.dtype == torch.float32 else STAGES,
     )  # fmt: skip
     if parts > 1:
         _combine[(num_rows * num_heads,)](
