@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from outrider.engine.engine import Engine
 from outrider.engine.watchdog import Counts, Watchdog, context_bucket
 from outrider.server.job import Job
+from outrider.server.tally import Tally
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -33,19 +34,21 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
         self._model = model_name
+        tally = Tally(model_name)  # of what is counted in every step
+        self._registry.register(tally)
         self._running = self._gauge("vllm:num_requests_running", "Sequences that are being decoded")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Sequences that wait for their turn")
         self._cache = self._gauge("vllm:kv_cache_usage_perc", "Used share of the cache, 1 is full")
         labels = ["model_name", "block_size", "num_gpu_blocks"]
         self._config = Gauge("vllm:cache_config_info", "How the cache is laid out", labels, registry=self._registry)
-        self._queried = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self._hit = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
-        self._preempted = self._counter("vllm:num_preemptions", "Sequences sent back to the queue")
+        self._queried = tally.count("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self._hit = tally.count("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._preempted = tally.count("vllm:num_preemptions", "Sequences sent back to the queue")
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of ended requests")
-        self._generated = self._counter("vllm:generation_tokens", "Tokens generated")
+        self._generated = tally.count("vllm:generation_tokens", "Tokens generated")
         self._ended = self._counter("vllm:request_success", "Ended requests", "finished_reason")
         self._first = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token")
-        self._between = self._histogram("vllm:inter_token_latency_seconds", "Per token, between two steps")
+        self._between = tally.spread("vllm:inter_token_latency_seconds", "Per token, between two steps", _SECONDS)
         self._whole = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the end")
         self._queue = self._histogram("vllm:request_queue_time_seconds", "From arrival to the first step")
         self._prefill = self._histogram("vllm:request_prefill_time_seconds", "From the first step to the first token")
@@ -59,26 +62,26 @@ class Metrics:
         self._max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens, where it was given", _COUNTS)
         self._n = self._histogram("vllm:request_params_n", "Answers asked for", _COUNTS)
         self._refused = self._counter("outrider:requests_refused", "Requests there was no room for", "reason")
-        self._steps = self._histogram("outrider:step_seconds", "One step of the engine")
-        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds that had a draft")
-        self._draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted")
-        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
-        self._accepted_at = self._counter(
+        self._steps = tally.spread("outrider:step_seconds", "One step of the engine", _SECONDS)
+        self._drafts = tally.count("vllm:spec_decode_num_drafts", "Rounds that had a draft")
+        self._draft_tokens = tally.count("vllm:spec_decode_num_draft_tokens", "Tokens drafted")
+        self._accepted = tally.count("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
+        self._accepted_at = tally.count(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted, by place in the draft", "position"
         )
-        self._drafted_at = self._counter(
+        self._drafted_at = tally.count(
             "outrider:spec_decode_num_draft_tokens_per_pos", "Drafted, by place in the draft", "position"
         )
-        self._accept_length = self._histogram(
+        self._accept_length = tally.spread(
             "outrider:spec_decode_acceptance_length", "Tokens of a round with a draft, the bonus included", _LENGTHS
         )
-        self._drafted_by = self._counter(
+        self._drafted_by = tally.count(
             "outrider:spec_decode_num_draft_tokens_by_context", "Drafted, by context length", "context"
         )
-        self._drafts_by = self._counter(
+        self._drafts_by = tally.count(
             "outrider:spec_decode_num_drafts_by_context", "Rounds that had a draft, by context length", "context"
         )
-        self._accepted_by = self._counter(
+        self._accepted_by = tally.count(
             "outrider:spec_decode_num_accepted_tokens_by_context", "Accepted, by context length", "context"
         )
         self._lately = Gauge(
@@ -88,13 +91,17 @@ class Metrics:
             registry=self._registry,
         )
         self._dead = self._gauge("outrider:spec_decode_dead", "1: of late, next to nothing drafted is accepted")
-        self._rebuilds = self._counter("outrider:drafter_rebuilds", "Requests whose memory was computed again")
-        self._fallbacks = self._counter("outrider:drafter_fallbacks", "Requests that went on without drafts")
-        self._recoveries = self._counter("outrider:drafter_recoveries", "Requests whose drafts are accepted again")
+        self._rebuilds = tally.count("outrider:drafter_rebuilds", "Requests whose memory was computed again")
+        self._fallbacks = tally.count("outrider:drafter_fallbacks", "Requests that went on without drafts")
+        self._recoveries = tally.count("outrider:drafter_recoveries", "Requests whose drafts are accepted again")
         self._seen = [0, 0, 0]  # queried, hit, preempted, as of the last step
         self._acted = Counts()  # as of the last step
+        self._watchdog: Watchdog | None = None
 
     def text(self) -> bytes:
+        if self._watchdog is not None:
+            for context, bucket in list(self._watchdog.buckets.items()):
+                self._lately.labels(self._model, context).set(bucket.average.accepted)
         return generate_latest(self._registry)
 
     def watch(self, engine: Engine) -> None:
@@ -105,6 +112,9 @@ class Metrics:
         self._waiting.set_function(lambda: len(scheduler.waiting))
         self._cache.set_function(lambda: 1 - pool.num_free / pool.capacity)
         self._seen = [scheduler.stats.queried, scheduler.stats.hit, scheduler.num_preemptions]  # of before do not count
+        watchdog = self._watchdog = engine.watchdog
+        if watchdog is not None:
+            self._dead.set_function(lambda: watchdog.is_dead)
         shape = engine.cache.shape
         self._config.labels(self._model, str(shape.page_size), str(shape.num_pages)).set(1)
 
@@ -112,23 +122,20 @@ class Metrics:
 
     def stepped(self, engine: Engine, seconds: float) -> None:
         scheduler = engine.scheduler
-        self._steps.observe(seconds)
+        self._steps.add(seconds)
         now = [scheduler.stats.queried, scheduler.stats.hit, scheduler.num_preemptions]
         counters = (self._queried, self._hit, self._preempted)
         for counter, value, before in zip(counters, now, self._seen, strict=True):
-            counter.inc(value - before)
+            counter.add(value - before)
         self._seen = now
         if engine.watchdog is not None:
             self._watched(engine.watchdog)
 
     def _watched(self, watchdog: Watchdog) -> None:
-        self._dead.set(watchdog.is_dead)
-        for context, bucket in watchdog.buckets.items():
-            self._lately.labels(self._model, context).set(bucket.average.accepted)
         counts, before = watchdog.counts, self._acted
-        self._rebuilds.inc(counts.rebuilds - before.rebuilds)
-        self._fallbacks.inc(counts.fallbacks - before.fallbacks)
-        self._recoveries.inc(counts.recoveries - before.recoveries)
+        self._rebuilds.add(counts.rebuilds - before.rebuilds)
+        self._fallbacks.add(counts.fallbacks - before.fallbacks)
+        self._recoveries.add(counts.recoveries - before.recoveries)
         self._acted = replace(counts)
 
     def started(self, seconds: float) -> None:
@@ -139,29 +146,26 @@ class Metrics:
 
     def tokens_came(self, seconds: float, count: int) -> None:
         """A step may bring several: each counts with its share of the time."""
-        for _ in range(count):
-            self._between.observe(seconds / count)
+        self._between.add(seconds / count, count)
 
     def generated(self, count: int) -> None:
-        self._generated.inc(count)
+        self._generated.add(count)
 
     def drafted(self, made: Round) -> None:
         accepted, drafted = sum(made.accepted_at), sum(made.drafted_at)
-        self._drafts.inc(made.num_rounds)
-        self._draft_tokens.inc(drafted)
-        self._accepted.inc(accepted)
+        self._drafts.add(made.num_rounds)
+        self._draft_tokens.add(drafted)
+        self._accepted.add(accepted)
         if made.num_rounds == 1:  # as always, but where a step had broken
-            self._accept_length.observe(1 + accepted)
-        for position, count in enumerate(made.drafted_at):
-            if count:
-                self._drafted_at.labels(self._model, str(position)).inc(count)
-        for position, count in enumerate(made.accepted_at):
-            if count:
-                self._accepted_at.labels(self._model, str(position)).inc(count)
+            self._accept_length.add(1 + accepted)
+        for figure, counts in ((self._drafted_at, made.drafted_at), (self._accepted_at, made.accepted_at)):
+            for position, count in enumerate(counts):
+                if count:
+                    figure.add_to(str(position), count)
         context = context_bucket(made.context_len)
-        self._drafts_by.labels(self._model, context).inc(made.num_rounds)
-        self._drafted_by.labels(self._model, context).inc(drafted)
-        self._accepted_by.labels(self._model, context).inc(accepted)
+        self._drafts_by.add_to(context, made.num_rounds)
+        self._drafted_by.add_to(context, drafted)
+        self._accepted_by.add_to(context, accepted)
 
     def job_ended(self, job: Job, outcome: str, seconds: float) -> None:
         self._ended.labels(self._model, outcome).inc()
