@@ -1,5 +1,7 @@
 """JSON schemas of many shapes, made from a seed. All of them are bounded, so that a small model comes to an end."""
 
+import itertools
+import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -146,6 +148,11 @@ ROOTS: list[Make] = [thing, thing, array, pair, either, shared, tool, deep, big_
 
 
 def schemas(count: int, seed: int = 0) -> list[Schema]:
-    """Every kind of root in turn."""
-    rng = random.Random(seed)
-    return [ROOTS[number % len(ROOTS)](rng, 0) for number in range(count)]
+    """Every kind of root in turn, as long as it has something new; no two are alike."""
+    rng, made = random.Random(seed), {}
+    for number in itertools.count():
+        schema = ROOTS[number % len(ROOTS)](rng, 0)
+        made.setdefault(json.dumps(schema), schema)
+        if len(made) == count:
+            break
+    return list(made.values())

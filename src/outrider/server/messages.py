@@ -60,6 +60,8 @@ class MessageReader:
 
     def read(self, made: Piece | CompletionOutput, reason: str | None) -> tuple[list[Delta], str | None]:
         """Deltas, and why the answer ended, as OpenAI has it; `reason` is the engine's, None before the end."""
+        if self._parser.is_plain:  # most answers: nothing to be told apart, and no need to go token by token
+            return [{"content": made.text}] if made.text else [], reason
         begin = made.text_ends[-1] - len(made.text) if made.text_ends else 0
         events: list[Event] = []
         for start, end in pairwise([begin, *made.text_ends]):

@@ -106,6 +106,11 @@ class AnswerParser:
         self._tools = tools
 
     @property
+    def is_plain(self) -> bool:
+        """Whether text comes out as it goes in."""
+        return self._reasoning is None and self._tools is None
+
+    @property
     def thinks(self) -> bool:
         """Whether what was fed last is reasoning."""
         return self._reasoning is not None and self._reasoning.thinks
