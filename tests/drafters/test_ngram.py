@@ -52,7 +52,7 @@ def test_against_the_obvious_loop(texts: list[list[int]], shortest: int, extra: 
     state = SlotState(table, lengths, zeros, zeros, zeros)
     emits = torch.ones(len(texts), dtype=torch.bool)
     sampling = None
-    step = Step(batch, zeros, zeros, zeros, zeros, emits, sampling, state, depth)  # type: ignore[arg-type]
+    step = Step(batch, zeros, zeros, zeros, zeros, zeros, emits, sampling, state, depth)  # type: ignore[arg-type]
     empty = torch.empty(0)
     draft = drafter.propose(step, Hidden(empty, empty), Verdict(zeros, zeros, zeros))
     for row, count, text in zip(draft.tokens.tolist(), draft.count.tolist(), texts, strict=True):

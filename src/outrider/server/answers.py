@@ -174,7 +174,8 @@ ERRORS: Responses = {
 
 def generated(model: type[BaseModel]) -> Responses:
     """Of a route that generates: whole, or as a stream of events."""
-    events = {"text/event-stream": {"schema": {"type": "string"}}}
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    events = {"text/event-stream": {"schema": event}}
     return {200: {"model": model, "description": "The answer, or its events", "content": events}} | _BUSY
 
 
