@@ -104,11 +104,11 @@ def test_frames_of_many_and_of_long_events() -> None:
     """All sizes of events, in bursts and one at a time: the same bytes come out, in frames of one size."""
 
     async def frames(events: list[str], burst: int) -> list[bytes]:
-        async def source() -> AsyncIterator[str]:
+        async def source() -> AsyncIterator[bytes]:
             for number, event in enumerate(events):
                 if number % burst == 0:
                     await asyncio.sleep(0.002)
-                yield event
+                yield event.encode()
 
         return [frame async for frame in paced(source(), 0.001)]
 

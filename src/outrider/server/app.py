@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import orjson
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
@@ -44,9 +45,6 @@ from outrider.server.parsers import ParserNames
 from outrider.server.playground import add_playground
 from outrider.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from outrider.server.security import OPEN_PATHS, Access, Guard
-
-# once for all chunks: json.dumps would make an encoder for each
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Application:
@@ -88,7 +86,7 @@ def _tenant(http: HttpRequest, body: Generation) -> str | None:
 
 
 def _events(chunks: AsyncIterator[dict[str, Any]], pace: float) -> StreamingResponse:
-    async def lines() -> AsyncIterator[str]:
+    async def lines() -> AsyncIterator[bytes]:
         try:
             async for chunk in chunks:
                 yield _event(chunk)
@@ -96,15 +94,15 @@ def _events(chunks: AsyncIterator[dict[str, Any]], pace: float) -> StreamingResp
             yield _event(error.body)
         except Exception as error:
             yield _event(internal_error(error).body)
-        yield "data: [DONE]\n\n"
+        yield b"data: [DONE]\n\n"
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     content = paced(lines(), pace) if pace else lines()
     return StreamingResponse(content, media_type="text/event-stream", headers=headers)
 
 
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {_encode(content)}\n\n"
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(content)
 
 
 def _add_generation(app: FastAPI, service: Service, pace: float) -> None:

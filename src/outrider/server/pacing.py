@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator
 FRAME = 4096  # bytes; what does not fit goes with the next frame
 
 
-async def paced(events: AsyncIterator[str], interval: float) -> AsyncIterator[bytes]:
-    """The same events as bytes, one frame every `interval` seconds, filled up with comments that clients pass over."""
+async def paced(events: AsyncIterator[bytes], interval: float) -> AsyncIterator[bytes]:
+    """The same events, one frame every `interval` seconds, filled up with comments that clients pass over."""
     ready = bytearray()
 
     async def collect() -> None:
         async for event in events:
-            ready.extend(event.encode())
+            ready.extend(event)
 
     collecting = asyncio.create_task(collect())
     begin, tick = time.monotonic(), 0
