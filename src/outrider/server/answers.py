@@ -58,6 +58,7 @@ class _Choice(_Answer):
     finish_reason: Literal["stop", "length", "tool_calls", "abort"]
     stop_reason: int | str | None
     token_ids: list[int] = []
+    token_texts: list[str] = []
     draft_positions: list[int] = []
 
 
@@ -146,6 +147,7 @@ class ModelCard(_Answer):
     created: int
     owned_by: str
     max_model_len: int
+    num_speculative_tokens: int
 
 
 class ModelList(_Answer):
