@@ -199,7 +199,7 @@ def judge(soak: Soak) -> list[str]:
         failures.append(f"accept length went from {first:.3f} to {last:.3f}")
     if after.memory > soak.before.memory * (1 + MAX_CHANGE) + MEMORY_ROOM:
         failures.append(f"memory grew from {soak.before.memory} to {after.memory} bytes")
-    if soak.quarters[3] > soak.quarters[1] + LATE_ROOM:
+    if soak.quarters[3] > max(soak.quarters[:3]) + LATE_ROOM:  # it goes up and down by a few megabytes
         failures.append(f"memory was still growing: {soak.quarters} bytes at the end of each quarter")
     if after.num_files > soak.before.num_files:
         failures.append(f"file handles grew from {soak.before.num_files} to {after.num_files}")
