@@ -99,6 +99,14 @@ def test_each_is_heard_with_what_it_would_say_alone(
     assert min(heard.values()) > 5, heard
 
 
+def test_whether_rounds_can_be_recorded(target_path: Callable[..., Path]) -> None:
+    for method, able in (("ngram+draft_model", True), ("suffix+draft_model", False)):
+        settings = {"method": method, "model": str(target_path("llama")), "num_speculative_tokens": 2}
+        with LLM(target_path("llama"), settings, max_model_len=64) as llm:
+            assert llm.drafter is not None
+            assert llm.drafter.recordable is able
+
+
 def test_prefix_hits_and_company_change_nothing(target_path: Callable[..., Path], tmp_path: Path) -> None:
     path = target_path("llama")
     config = combined("ngram", "eagle3", tmp_path, target_path)

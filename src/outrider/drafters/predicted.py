@@ -29,6 +29,7 @@ class Predicted(Drafter):
     itself is cut by the scheduler. Where the answer stands in a prediction is kept with the request."""
 
     from_text = True
+    recordable = False  # it looks things up on the host
 
     def __init__(self, lookahead: int) -> None:
         super().__init__()

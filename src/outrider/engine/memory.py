@@ -67,7 +67,7 @@ def parameter_bytes(*modules: nn.Module | None) -> int:
 def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int) -> Budget:
     """How many pages there will be, or a ValueError with the numbers if a request cannot fit."""
     page_bytes = demand.page_bytes(config.page_size)
-    state_bytes = demand.slot_bytes() * config.max_num_seqs
+    state_bytes = demand.slot_bytes() * (config.max_num_seqs + 1)  # one slot is nobody's
     free = free_bytes(config.torch_device) - state_bytes
     share = CACHE_SHARE if config.torch_device.type == "cpu" else CACHE_SHARE_CUDA
     room = int((free - weight_bytes) * share) if config.kv_cache_memory is None else config.kv_cache_memory
