@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import drafter_settings
+from samples import METHODS, drafter_settings, guide, sample_target, suits
+from tiny import FAMILIES
 
 from outrider import LLM, SamplingParams
 
@@ -28,19 +29,38 @@ VARIED = [
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [40, 41], list(range(60, 90)), [3] * 20, [11, 12, 13]]
 
 
+# every drafter with one target; every kind of memory a target may have with a drafter that is often right
+SUITED = [(method, next(each for each in ("llama", *FAMILIES) if suits(method, each))) for method in METHODS]
+MEMORIES = ["qwen3_moe", "gpt_oss", "gemma3", "gemma4_moe", "nemotron_h_latent", "deepseek_v2", "deepseek_v3",
+            "step3p5", "qwen2_5_vl", "qwen3_vl", "qwen2_window"]  # fmt: skip
+PAIRS = [(None, "llama"), *SUITED, *(("oracle", family) for family in MEMORIES)]
+
+
 def answers(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("method", [None, "ngram", "eagle3", "dflash"])
-def test_recorded_rounds_are_steps(method: str | None, target_path: Callable[..., Path], tmp_path: Path) -> None:
-    path = target_path("llama")
-    settings = drafter_settings(method, tmp_path, target_path, "llama") if method is not None else None
-    found = []
+def all_answers(llm: LLM) -> list[list[list[int]]]:
+    return [answers(llm, [each] * len(PROMPTS)) for each in VARIED] + [answers(llm, VARIED)]
+
+
+@pytest.mark.parametrize(("method", "family"), PAIRS)
+def test_recorded_rounds_are_steps(
+    method: str | None, family: str, target_path: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = sample_target(method or "", tmp_path, target_path, family)
+    options = {"device": "cuda", "dtype": "float32", "max_model_len": 128}
+    with LLM(path, None, enforce_eager=True, **options) as llm:
+        plain = all_answers(llm)
+    truth = [prompt + tokens for each in plain for prompt, tokens in zip(PROMPTS, each, strict=True)]
+    settings = None if method is None else drafter_settings(method, tmp_path, target_path, family)
     for eager in (True, False):
-        with LLM(path, settings, device="cuda", dtype="float32", max_model_len=128, enforce_eager=eager) as llm:
-            found.append([answers(llm, [each] * len(PROMPTS)) for each in VARIED] + [answers(llm, VARIED)])
-    assert found[0] == found[1]
+        with LLM(path, settings, enforce_eager=eager, **options) as llm:
+            if llm.drafter is not None:
+                guide(llm.drafter, truth, llm.target.vocab_size)
+            assert all_answers(llm) == plain
+            recorded = llm.engine.num_recorded_rounds
+            assert (recorded > 0) is (not eager and (llm.drafter is None or llm.drafter.recordable))
 
 
 def test_logprobs_of_recorded_rounds(target_path: Callable[..., Path], tmp_path: Path) -> None:

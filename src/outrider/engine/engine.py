@@ -175,6 +175,11 @@ class Engine:
     def _pretended(self, choice: Tensor, step: Step) -> Tensor:
         return choice if self._pretence is None else pretend(choice, step, self._pretence)
 
+    @property
+    def num_recorded_rounds(self) -> int:
+        """How many rounds were replayed from recordings."""
+        return 0 if self._graphs is None else self._graphs.num_launched
+
     def replay_ms(self, count: int) -> float | None:
         """Device time of the last recorded round, replayed back to back: a measurement that spoils the requests."""
         return None if self._graphs is None else self._graphs.replay_ms(count)

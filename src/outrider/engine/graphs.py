@@ -76,6 +76,7 @@ class Graphs:
         self._pool: Any = None  # of memory; all recordings share it, as they never run at once
         self._seated: dict[Kind, tuple[tuple[str, int, int], ...]] = {}  # whose options the seats of a recording hold
         self._pinned: dict[tuple[int, ...], list[Tensor]] = {}  # by shape, free ones
+        self.num_launched = 0
 
     def can_run(self, requests: Sequence[Request]) -> bool:
         """Whether these requests' options can be recorded: what the host must decide in every round cannot."""
@@ -99,6 +100,7 @@ class Graphs:
             self._seat(recording.seats, requests, allowed, sampling)
             self._seated[kind] = names
         recording.graph.replay()
+        self.num_launched += 1
         free = self._pinned.setdefault(tuple(recording.table.shape), [])
         pinned = free.pop() if free else torch.empty(recording.table.shape, dtype=torch.long, pin_memory=True)
         pinned.copy_(recording.table, non_blocking=True)
