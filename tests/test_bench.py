@@ -20,7 +20,8 @@ from outrider import LLM
 from outrider.bench import bench_app
 from outrider.bench.interleave import Record, Spread, interleave, memory_bandwidth, num_equal, paired_ratio
 from outrider.bench.options import speculative_from
-from outrider.bench.peers import PeerOptions, Transformers, build_transformers, open_peers
+from outrider.bench.peer_transformers import Compiled, Continuous, Transformers, build_transformers, steady_rate
+from outrider.bench.peers import PeerOptions, open_peers
 from outrider.bench.prompts import (
     WORKLOADS,
     PromptText,
@@ -179,14 +180,28 @@ def test_an_embedding_of_its_own_is_not_read_in_a_pass(target_path: Callable[...
 # peers
 
 
-def test_transformers_gives_our_tokens_with_padding_too(plain: OutriderSide, target_path: Callable[..., Path]) -> None:
-    peer = Transformers.open(options(target_path()))
-    ours, theirs = plain.answer(PROMPTS, 12), peer.answer(PROMPTS, 12)
-    assert theirs.tokens == ours.tokens
-    assert theirs.steps == 12
-    assert 0 < theirs.first_token < theirs.seconds
+@pytest.mark.parametrize("way", [Transformers, Compiled, Continuous])
+def test_transformers_gives_our_tokens(
+    way: type[Transformers], plain: OutriderSide, target_path: Callable[..., Path]
+) -> None:
+    peer = way.open(options(target_path()))
+    ours = plain.answer(PROMPTS, 12)
+    for _ in range(2):  # what is kept from call to call must not show
+        theirs = peer.answer(PROMPTS, 12)
+        assert theirs.tokens == ours.tokens
+        assert theirs.steps == 12
+        assert 0 < theirs.first_token < theirs.seconds
+        assert theirs.steady is not None
+        assert theirs.steady > 0
     assert peer.pass_bytes == plain.pass_bytes
     peer.close()
+
+
+def test_steady_rate_counts_while_all_decode() -> None:
+    stamps = [[1.0, 2.0, 3.0, 4.0, 5.0], [3.0, 3.5, 4.0, 5.0, 6.0]]  # from 3 to 5: two and three tokens
+    assert steady_rate(stamps) == pytest.approx(5 / 2)
+    assert steady_rate([[1.0, 2.0], [3.0, 4.0]]) is None
+    assert steady_rate([[1.0], []]) is None
 
 
 @pytest.mark.parametrize("family", ["smollm2", "llama3", "qwen3"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from outrider.bench import random_pair
+from outrider.bench import random_pair, random_peers
 from outrider.cli import app
 
 SHAPE: dict[str, Any] = {
@@ -62,11 +62,17 @@ def test_bytes_are_those_of_the_weights(shape: str) -> None:
     assert plain["gigabytes"] * 1e9 == pytest.approx(weights, abs=1e6)
 
 
-def test_peers_are_compared(shape: str) -> None:
-    found = run("--shape", shape, "--against", "transformers", "--json")
-    (peer,) = found["peers"]
-    ours = 1e3 / found["sides"][0]["round_ms"]
-    assert peer["outrider_plain_is_times"] == pytest.approx(ours / peer["tokens_per_second"], rel=0.02)
+def test_peers_are_compared(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_peers, "NUM_TOKENS", 6)
+    names = ["transformers", "transformers-compiled", "transformers-continuous"]
+    given = [part for name in names for part in ("--against", name)]
+    found = run("--shape", shape, *given, "--batch-size", "2")
+    assert [peer["name"] for peer in found["peers"]] == names
+    for peer in found["peers"]:
+        ours = 2e3 / found["sides"][0]["round_ms"]
+        assert peer["outrider_plain_is_times"] == pytest.approx(ours / peer["tokens_per_second"], rel=0.02)
+        whole = peer["outrider_plain_tokens_per_second_with_prompts"] / peer["tokens_per_second_with_prompts"]
+        assert peer["outrider_plain_with_prompts_is_times"] == pytest.approx(whole, rel=0.02)
 
 
 @pytest.mark.parametrize(

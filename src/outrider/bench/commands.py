@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from outrider.bench import peer_llama_cpp, peer_transformers  # noqa: F401  (they register themselves)
 from outrider.bench.interleave import Progress, Record, interleave, memory_bandwidth
 from outrider.bench.options import (
     AsJson,

@@ -6,7 +6,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import __version__
+from outrider.bench.interleave import memory_bandwidth
 from outrider.bench.options import AsJson, Device, Dtype, Eager, Exact
 from outrider.bench.random_pair import METHODS, SHAPES, random_engine, shape_of
-from outrider.bench.random_peers import NUM_LONG, NUM_RUNS, PEERS, PeerCost, measure_peers
+from outrider.bench.random_peers import NUM_RUNS, NUM_TOKENS, PEERS, PeerCost, measure_peers
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.console import open_consoles
 from outrider.engine.engine import Engine
@@ -115,8 +116,10 @@ def bench_round(
         for name in method or ()
     ]  # fmt: skip
     costs = [measure(replace(plan, config=replace(config, speculative=each))) for each in settings]
-    found = to_dict(plan, costs, copy_bandwidth(config.torch_device))
-    found["peers"] = [_peer(cost, costs[0], plan) for cost in _peers(plan, against or ())]
+    found = to_dict(plan, costs, memory_bandwidth(config.torch_device) if config.torch_device.type == "cuda" else None)
+    others = _peers(plan, against or ())
+    whole = whole_rate(plan) if others else 0.0
+    found["peers"] = [_peer(cost, costs[0], whole, plan) for cost in others]
     if not as_json:
         _show(open_consoles().about, found)
     print(json.dumps(found))
@@ -128,17 +131,18 @@ def _peers(plan: Plan, names: Sequence[str]) -> list[PeerCost]:
     return measure_peers(names, shape, prompts, device, plan.config.torch_dtype("bfloat16"))
 
 
-def _peer(cost: PeerCost, plain: Cost, plan: Plan) -> dict[str, Any]:
-    """Decoding is compared with decoding, and where only the total is known, the total with the total."""
-    ours = whole_rate(plan) if cost.step_ms is None else 1e3 * plan.batch_size / plain.median
-    step = None if cost.step_ms is None else round(statistics.median(cost.step_ms), 4)
+def _peer(cost: PeerCost, plain: Cost, whole: float, plan: Plan) -> dict[str, Any]:
+    """Decoding is compared with decoding, and all of the work, prompts included, with all of it."""
+    ours, theirs = 1e3 * plan.batch_size / plain.median, cost.steady
     return {
         "name": cost.name,
-        "step_ms": step,
-        "tokens_per_second": round(cost.tokens_per_second, 1),
-        "with_prompts": cost.step_ms is None,
+        "step_ms": None if theirs is None else round(1e3 * plan.batch_size / theirs, 4),
+        "tokens_per_second": None if theirs is None else round(theirs, 1),
         "outrider_plain_tokens_per_second": round(ours, 1),
-        "outrider_plain_is_times": round(ours / cost.tokens_per_second, 3),
+        "outrider_plain_is_times": None if theirs is None else round(ours / theirs, 3),
+        "tokens_per_second_with_prompts": round(cost.whole, 1),
+        "outrider_plain_tokens_per_second_with_prompts": round(whole, 1),
+        "outrider_plain_with_prompts_is_times": round(whole / cost.whole, 3),
     }
 
 
@@ -148,13 +152,13 @@ def whole_rate(plan: Plan) -> float:
     rates = []
     try:
         for _ in range(NUM_RUNS + 1):  # the first one warms up
-            requests = _requests(plan, engine, NUM_LONG)
+            requests = _requests(plan, engine, NUM_TOKENS)
             begin = time.perf_counter()
             for request in requests:
                 engine.add(request)
             while not all(request.finished for request in requests):
                 engine.step()
-            rates.append(NUM_LONG * len(requests) / (time.perf_counter() - begin))
+            rates.append(NUM_TOKENS * len(requests) / (time.perf_counter() - begin))
     finally:
         _close(engine)
     return statistics.median(rates[1:])
@@ -232,25 +236,6 @@ def _cache_bytes_per_token(engine: Engine) -> int:
     return sum(layer.spec.bytes_per_token(itemsize) for layer in engine.cache.layers)
 
 
-def copy_bandwidth(device: torch.device) -> float | None:
-    """Gigabytes a second that a copy moves, read and written."""
-    if device.type != "cuda":
-        return None
-    source = torch.empty(2**30, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return max(2 * source.nbytes / 1e9 / _seconds(lambda: target.copy_(source)) for _ in range(5))
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(5):
-        work()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / 5
-
-
 def to_dict(plan: Plan, costs: list[Cost], bandwidth: float | None) -> dict[str, Any]:
     plain = costs[0].median
     sides = []
@@ -323,8 +308,17 @@ def _show(console: Console, found: dict[str, Any]) -> None:
         )
     console.print(table)
     for peer in found["peers"]:
-        step = "" if peer["step_ms"] is None else f"{peer['step_ms']:.3f} ms a step, "
-        times = f"outrider plain is {peer['outrider_plain_is_times']:.2f} times as fast"
-        console.print(f"{peer['name']}: {step}{peer['tokens_per_second']:.0f} tokens/s; {times}")
+        console.print(f"{peer['name']}: {_compared(peer)}")
     if len(found["sides"]) > 1:
         console.print("Accept lengths are synthetic: they say what a round costs, not how well a drafter drafts.")
+
+
+def _compared(peer: dict[str, Any]) -> str:
+    whole = (
+        f"prompts included {peer['tokens_per_second_with_prompts']:.0f} tokens/s, "
+        f"outrider plain {peer['outrider_plain_with_prompts_is_times']:.2f} times that"
+    )
+    if peer["step_ms"] is None:
+        return whole
+    steady = f"{peer['step_ms']:.3f} ms a step, {peer['tokens_per_second']:.0f} tokens/s"
+    return f"{steady}, outrider plain {peer['outrider_plain_is_times']:.2f} times that; {whole}"

@@ -26,6 +26,7 @@ class Timing:
     steps: int  # passes of the model
     tokens: list[list[int]]
     speculation: Speculation | None = None
+    steady: float | None = None  # tokens a second while all requests were decoding, where that can be seen
 
 
 class Side(Protocol):

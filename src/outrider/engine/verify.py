@@ -24,7 +24,8 @@ def pretend(choice: Tensor, step: Step, length: float) -> Tensor:
     wanted = whole + ((lengths * 0.6180339887).frac() < rest).long()  # spread evenly over the rounds
     draft = step.batch.input_ids[step.logit_rows[:, 1:]]
     column = torch.arange(draft.shape[1], device=draft.device)
-    agreeing = torch.where(column < wanted[:, None], draft, (draft + 1) % 1000)
+    another = (draft - 1).abs()  # a token that exists
+    agreeing = torch.where(column < wanted[:, None], draft, another)
     return torch.cat([agreeing, choice[:, -1:]], dim=1)
 
 
