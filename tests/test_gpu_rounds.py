@@ -24,9 +24,20 @@ VARIED = [
     replace(GREEDY, temperature=0.8, seed=5),
     replace(GREEDY, temperature=1.0, seed=6, top_p=0.9, top_k=20),
     replace(GREEDY, temperature=0.7, seed=7, num_speculative_tokens=1, max_tokens=9),
-    replace(GREEDY, repetition_penalty=1.3),  # what cannot be recorded
+    replace(GREEDY, repetition_penalty=1.3),
+    replace(
+        GREEDY,
+        temperature=0.9,
+        seed=8,
+        logit_bias={9: 3.0},
+        bad_words=[[7, 8], [41]],
+        min_tokens=30,
+        stop_token_ids=[6, 9, 41],
+        presence_penalty=0.5,
+    ),
+    replace(GREEDY, bad_words=[[number, 9] for number in range(40)]),  # too many for a recording
 ]
-PROMPTS = [[5, 6, 7, 8, 9] * 3, [40, 41], list(range(60, 90)), [3] * 20, [11, 12, 13]]
+PROMPTS = [[5, 6, 7, 8, 9] * 3, [40, 41], list(range(60, 90)), [3] * 20, [11, 12, 13], [90, 91, 92], [8, 9]]
 
 
 # every drafter with one target; every kind of memory a target may have with a drafter that is often right
@@ -106,7 +117,7 @@ def test_soak(target_path: Callable[..., Path], tmp_path: Path) -> None:
             made = []
             for number in range(count):
                 prompt = [chance.randrange(5, 90) for _ in range(chance.randrange(1, 40))]
-                params = replace(chance.choice(VARIED[:4]), max_tokens=chance.randrange(1, 40))
+                params = replace(chance.choice(VARIED[:5]), max_tokens=chance.randrange(1, 40))
                 made += llm.requests_for(prompt, params, number)
             return made
 

@@ -166,6 +166,11 @@ class Sampling:
     penalised: bool  # some request has a penalty
     bounded: bool  # some request has min_tokens
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether some request's logits are changed before a token is chosen."""
+        return self.bias is not None or self.bad_words is not None or self.penalised or self.bounded
+
 
 @dataclass
 class Batch:

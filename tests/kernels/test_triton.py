@@ -163,15 +163,16 @@ def test_activation(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [None, (0.0, False), (1.0, True)])
 @pytest.mark.parametrize(("dim", "half"), [(16, 8), (24, 4), (48, 24), (16, 0)])
-def test_rope_write(dim: int, half: int, norm: tuple[float, bool] | None, dtype: torch.dtype) -> None:
-    num_rows, heads, kv_heads, page_size = 5, 3, 2, 4
+@pytest.mark.parametrize("num_rows", [5, gpu_rope.MANY_ROWS + 1])
+def test_rope_write(dim: int, half: int, norm: tuple[float, bool] | None, dtype: torch.dtype, num_rows: int) -> None:
+    heads, kv_heads, page_size = 3, 2, 4
     qkv = random(num_rows, heads + 2 * kv_heads, dim, dtype=dtype)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
     rotary = random(num_rows, half), random(num_rows, half, seed=2)
-    locations = torch.tensor([7, 3, 12, 30, 21], device=DEVICE)
+    locations = torch.randperm(80, generator=torch.Generator().manual_seed(4))[:num_rows].to(DEVICE)
 
     def pages() -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(torch.zeros(8, page_size, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in range(2))  # type: ignore[return-value]
+        return tuple(torch.zeros(20, page_size, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in range(2))  # type: ignore[return-value]
 
     ours, theirs = pages(), pages()
     norms = None

@@ -10,8 +10,8 @@ from test_triton import DEVICE
 
 from outrider.drafters import base
 from outrider.engine.cache import Cache, CacheShape
-from outrider.engine.graphs import Kind, _plain_sampling
-from outrider.engine.runner import Layout, Runner, Seats, write_locations
+from outrider.engine.runner import Runner, write_locations
+from outrider.engine.seats import Kind, Seats
 from outrider.engine.verify import verify
 from outrider.kernels import dispatch
 from outrider.kernels.gpu import bookkeeping
@@ -60,15 +60,12 @@ def make_cache(num_carried: int, seed: int = 0) -> Cache:
 
 def make_step(cache: Cache, num_drafts: int = 3) -> Step:
     count = 4
-    kind = Kind(count, num_drafts, greedy=True, filtered=False)
+    kind = Kind(count, num_drafts, greedy=True, filtered=False, adjusted=False)
     device = torch.device(DEVICE)
-    seats = Seats(
-        slots=torch.tensor([2, 0, 4, NUM_SLOTS - 1], device=device),
-        allowed=torch.tensor([5, 1, 5, 0], device=device),
-        taken=torch.tensor([True, True, True, False], device=device),
-        sampling=_plain_sampling(kind, 50, device),
-        layout=Layout.of(count, num_drafts, device),
-    )
+    seats = Seats.of(kind, NUM_SLOTS - 1, 50, device)
+    seats.slots.copy_(torch.tensor([2, 0, 4, NUM_SLOTS - 1]))
+    seats.allowed.copy_(torch.tensor([5, 1, 5, 0]))
+    seats.taken.copy_(torch.tensor([True, True, True, False]))
     return Runner(cache, 50, device).pack_round(seats, num_drafts, num_drafts)
 
 

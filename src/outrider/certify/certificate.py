@@ -82,6 +82,7 @@ class Identity:
     num_speculative_tokens: int
     dtype: str
     device: str
+    exact: bool = False
 
     def versions(self) -> dict[str, str]:
         return {"outrider": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -97,6 +98,7 @@ class Certificate:
     control_mismatches: int = 0  # plain against plain: alone and in company
     self_check: bool = False  # a token that was changed on purpose was noticed
     draws: list[DrawTest] = field(default_factory=list)
+    recorded_rounds: int = 0  # rounds of speculative engines that were replayed from CUDA graphs
     seconds: float = 0.0
 
     @property
@@ -165,6 +167,7 @@ class Certificate:
             "control_mismatches": self.control_mismatches,
             "distribution": [test.to_dict() for test in self.draws],
             "preemptions": self.preemptions,
+            "recorded_rounds": self.recorded_rounds,
             "cases": [case.to_dict() for case in self.cases],
             "first_divergence": divergence.to_dict() if divergence is not None else None,
             "seconds": round(self.seconds, 2),

@@ -149,6 +149,7 @@ class Proof:
                 certificate = certificate or Certificate(self._identity(llm), control_mismatches=control_mismatches)
                 for composition in group:
                     self._certify(certificate, composition, llm, reference)
+                certificate.recorded_rounds += llm.engine.num_recorded_rounds
         assert certificate is not None
         plan, draws = self._draw(plans)
         with self.subject.open(plain=True, enable_prefix_caching=True) as plain:
@@ -244,6 +245,7 @@ class Proof:
             num_speculative_tokens=settings.num_speculative_tokens,
             dtype=str(llm.target.embed.weight.dtype).removeprefix("torch."),
             device=str(llm.config.torch_device),
+            exact=self.subject.exact,
         )
 
 
@@ -252,7 +254,8 @@ def _table_order(case: Case) -> tuple[int, float]:
 
 
 def tolerance_of(llm: LLM) -> float:
-    return LOGPROB_TOLERANCE[llm.target.embed.weight.dtype]
+    """By how much log-probabilities may differ: where bits do not depend on company, not at all."""
+    return 0.0 if llm.config.exact else LOGPROB_TOLERANCE[llm.target.embed.weight.dtype]
 
 
 def notices_corruption(outputs: Sequence[RequestOutput], tolerance: float, vocab_size: int) -> bool:

@@ -92,10 +92,11 @@ def divergence_lines(divergence: Divergence) -> list[str]:
 def _identity_lines(certificate: Certificate) -> list[Text]:
     identity = certificate.identity
     millions = identity.num_parameters / 1e6
+    mode = " in exact mode" if identity.exact else ""
     return [
         Text(f"target  {identity.model} ({identity.architecture}, {millions:.1f} M parameters)"),
         Text(f"drafter {identity.drafter}, {identity.num_speculative_tokens} tokens a round"),
-        Text(f"{identity.dtype} on {identity.device}, {certificate.seconds:.0f} s"),
+        Text(f"{identity.dtype} on {identity.device}{mode}, {certificate.seconds:.0f} s"),
     ]
 
 
@@ -112,6 +113,8 @@ def _check_lines(certificate: Certificate) -> list[str]:
             f"distribution of the {test.name}: p = {test.p_value:.3g} over {test.draws} draws{drafts}; "
             f"a wrong distribution is {control} (p = {test.control_p_value:.1e})"
         )
+    if certificate.recorded_rounds:
+        lines.append(f"{certificate.recorded_rounds} of the rounds were replayed from CUDA graphs")
     if certificate.not_exercised:
         lines.append(f"not met in this run: {', '.join(certificate.not_exercised)}")
     return lines

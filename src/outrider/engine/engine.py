@@ -20,7 +20,7 @@ from outrider.engine.memory import Budget
 from outrider.engine.pages import PagePool
 from outrider.engine.request import Request
 from outrider.engine.runner import Runner
-from outrider.engine.sampler import Masks, sample
+from outrider.engine.sampler import Masks, adjust, sample
 from outrider.engine.scheduler import Limits, Scheduler, Work
 from outrider.engine.verify import pretend, verify
 from outrider.engine.watchdog import Watchdog
@@ -158,7 +158,10 @@ class Engine:
         batch, cache = step.batch, self.cache
         hidden = self.target(batch, self.taps)
         logits = self.target.logits(hidden.last)
-        choice = choose(logits, step.sampling, batch.request, batch.indices + 1)
+        adjusted = logits
+        if step.sampling.adjusts:
+            adjusted = adjust(logits, step.sampling, batch, step.logit_rows.flatten(), step.state)
+        choice = choose(adjusted, step.sampling, batch.request, batch.indices + 1)
         hidden.carry = cache.carry[batch.slots] if self.taps else None
         verdict = bookkeeping.settle(step, self._pretended(choice.view_as(step.logit_rows), step))
         if hidden.carry is not None:

@@ -11,22 +11,13 @@ import torch
 from torch import Tensor
 
 from outrider.engine.request import Request, Status
-from outrider.engine.runner import Layout, Runner, Seats
-from outrider.engine.sampler import is_filtered, is_greedy, is_penalised, sampling_of
-from outrider.types import Sampling, Step
+from outrider.engine.runner import Runner
+from outrider.engine.sampler import adjusts, is_filtered, is_greedy, sampling_of
+from outrider.engine.seats import Kind, Seats, fits
+from outrider.types import Step
 
 MAX_FLYING = 2  # rounds under way: one runs, the next is already queued
 SEATS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a recording is made for; anything else can change from replay to replay."""
-
-    num_seats: int
-    num_drafts: int
-    greedy: bool
-    filtered: bool
 
 
 @dataclass
@@ -80,7 +71,7 @@ class Graphs:
 
     def can_run(self, requests: Sequence[Request]) -> bool:
         """Whether these requests' options can be recorded: what the host must decide in every round cannot."""
-        return len(requests) <= self._sizes[-1] and all(map(_is_recordable, requests))
+        return len(requests) <= self._sizes[-1] and all(map(fits, requests))
 
     def launch(self, requests: list[Request]) -> Flight:
         allowed = [self._allowed(request) for request in requests]
@@ -91,13 +82,14 @@ class Graphs:
             num_drafts=self._lookahead if any(allowed) else 0,
             greedy=all(map(is_greedy, params)),
             filtered=any(map(is_filtered, params)),
+            adjusted=any(map(adjusts, requests)),
         )
         recording = self._recordings.get(kind)
         if recording is None:
             recording = self._recordings[kind] = self._record(kind)
         if self._seated.get(kind) != names:
             sampling = sampling_of(requests, self._runner.vocab_size, self._runner.device)
-            self._seat(recording.seats, requests, allowed, sampling)
+            recording.seats.fill([request.slot for request in requests], allowed, sampling)
             self._seated[kind] = names
         recording.graph.replay()
         self.num_launched += 1
@@ -129,28 +121,10 @@ class Graphs:
         wanted = request.most_drafts()
         return self._lookahead if wanted is None else min(wanted, self._lookahead)
 
-    def _seat(self, seats: Seats, requests: Sequence[Request], allowed: Sequence[int], sampling: Sampling) -> None:
-        count, device = len(requests), seats.slots.device
-        host = torch.tensor([[r.slot for r in requests], allowed], dtype=torch.long).to(device, non_blocking=True)
-        seats.slots.fill_(self._nobody)
-        seats.allowed.zero_()
-        seats.slots[:count], seats.allowed[:count] = host[0], host[1]
-        seats.taken.zero_()
-        seats.taken[:count] = True
-        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
-            vars(seats.sampling)[name][:count] = vars(sampling)[name]
-
     def _record(self, kind: Kind) -> Recording:
         """First run with nobody seated, so that kernels are compiled and nothing is changed, then record."""
         device = self._runner.device
-        count = kind.num_seats
-        seats = Seats(
-            slots=torch.full((count,), self._nobody, dtype=torch.long, device=device),
-            allowed=torch.zeros(count, dtype=torch.long, device=device),
-            taken=torch.zeros(count, dtype=torch.bool, device=device),
-            sampling=_plain_sampling(kind, self._runner.vocab_size, device),
-            layout=Layout.of(count, kind.num_drafts, device),
-        )
+        seats = Seats.of(kind, self._nobody, self._runner.vocab_size, device)
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -166,38 +140,3 @@ class Graphs:
 
     def _round(self, seats: Seats, kind: Kind) -> tuple[Tensor, Tensor]:
         return self._run(self._runner.pack_round(seats, kind.num_drafts, kind.num_drafts))
-
-
-def _is_recordable(request: Request) -> bool:
-    params = request.params
-    free = params.logit_bias is None and params.allowed_token_ids is None and not request.bad_words
-    alone = request.guide is None and request.prediction is None
-    return free and alone and not is_penalised(params) and not params.min_tokens
-
-
-def _plain_sampling(kind: Kind, vocab_size: int, device: torch.device) -> Sampling:
-    """Options that can be recorded, for everybody the same at first."""
-    count = kind.num_seats
-
-    def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((count,), value, dtype=dtype, device=device)
-
-    return Sampling(
-        temperature=column(0.0 if kind.greedy else 1.0),
-        top_k=column(vocab_size, torch.long),
-        top_p=column(1.0),
-        min_p=column(0.0),
-        seed=column(0, torch.long),
-        repetition=column(1.0),
-        presence=column(0.0),
-        frequency=column(0.0),
-        prompt_len=column(0, torch.long),
-        min_len=column(0, torch.long),
-        end_ids=torch.full((count, 1), -1, dtype=torch.long, device=device),
-        bias=None,
-        bad_words=None,
-        greedy=kind.greedy,
-        filtered=kind.filtered,
-        penalised=False,
-        bounded=False,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from outrider.engine.cache import Cache
 from outrider.engine.sampler import sampling_of
 from outrider.engine.scheduler import Work
+from outrider.engine.seats import Seats
 from outrider.types import Batch, Recurrence, Sampling, Step
 
 
@@ -18,41 +18,6 @@ def write_locations(page_table: Tensor, request: Tensor, indices: Tensor, page_s
     """Where rows with these cache indices are written: page * page_size + offset."""
     page = page_table[request, indices // page_size].long()
     return page * page_size + indices % page_size
-
-
-@dataclass
-class Seats:
-    """The places of a round whose shapes are fixed: who sits where, and with which options. Empty ones have the slot
-    that belongs to nobody."""
-
-    slots: Tensor  # [B]
-    allowed: Tensor  # [B] drafts that may be accepted
-    taken: Tensor  # [B] bool
-    sampling: Sampling
-    layout: Layout
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What never changes in such rounds."""
-
-    request: Tensor  # [B * width]
-    query_start: Tensor  # [B + 1]
-    logit_rows: Tensor  # [B, width]
-    num_rows: Tensor  # [B]
-    num_drafts: Tensor  # [B]
-
-    @classmethod
-    def of(cls, num_seats: int, num_drafts: int, device: torch.device) -> Layout:
-        width = 1 + num_drafts
-        rows = torch.arange(num_seats * width, device=device)
-        return cls(
-            request=rows // width,
-            query_start=torch.arange(0, num_seats * width + 1, width, dtype=torch.int32, device=device),
-            logit_rows=rows.view(num_seats, width),
-            num_rows=torch.full((num_seats,), width, dtype=torch.long, device=device),
-            num_drafts=torch.full((num_seats,), num_drafts, dtype=torch.long, device=device),
-        )
 
 
 class Runner:

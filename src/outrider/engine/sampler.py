@@ -41,7 +41,7 @@ def sampling_of(requests: Sequence[Request], vocab_size: int, device: torch.devi
     def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    ends = [_barred_ids(request) for request in requests]
+    ends = [barred_ids(request) for request in requests]
     return Sampling(
         temperature=column([p.temperature for p in params]),
         top_k=column([p.top_k if p.top_k > 0 else vocab_size for p in params], torch.long),
@@ -61,6 +61,13 @@ def sampling_of(requests: Sequence[Request], vocab_size: int, device: torch.devi
         penalised=any(map(is_penalised, params)),
         bounded=any(p.min_tokens > 0 for p in params),
     )
+
+
+def adjusts(request: Request) -> bool:
+    """Whether this request's logits are changed before a token is chosen."""
+    params = request.params
+    bounds = params.logit_bias is not None or params.allowed_token_ids is not None or params.min_tokens > 0
+    return bounds or bool(request.bad_words) or is_penalised(params)
 
 
 def adjust(logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState) -> Tensor:
@@ -134,7 +141,7 @@ def _penalise(logits: Tensor, sampling: Sampling, request: Tensor, tokens: Tenso
     return logits - sampling.presence[request][:, None] * (count > 0)
 
 
-def _barred_ids(request: Request) -> list[int]:
+def barred_ids(request: Request) -> list[int]:
     return sorted(request.end_ids | set(request.params.stop_token_ids)) if request.params.min_tokens else []
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 WANTED_PROGRAMS = 256  # enough to keep every multiprocessor busy
 MAX_PARTS = 64
-KEYS, WARPS, STAGES = 64, 4, 3  # keys of a block, and how it is worked on
+BLOCK_BYTES = 65536  # of keys and values that a program reads at a time
+WARPS, STAGES = 4, 2
 
 
 @triton.jit
@@ -185,7 +186,8 @@ def paged_attention(
         maxima = torch.empty(2, num_rows * num_heads * parts, dtype=torch.float32, device=q.device)
         maxima, sums = maxima.unbind()
     last_key, table = keys.last_key, keys.page_table
-    wide = max(dim, value_dim) > 256
+    block_n = BLOCK_BYTES // ((dim + value_dim) * q.element_size())
+    block_n = min(max(1 << (block_n.bit_length() - 1), 32), 64 if q.dtype == torch.float32 else 128)  # a power of two
     _attend[(num_requests * blocks, num_kv_heads, parts)](
         q, k_pages, v_pages, table, keys.query_start, keys.indices, keys.indices if last_key is None else last_key,
         out if sinks is None else sinks, out, partial, maxima, sums,
@@ -193,9 +195,8 @@ def paged_attention(
         table.stride(0), scale, softcap, num_heads, keys.first_key, blocks, keys.page_size,
         GROUP=group, PARTS=parts, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
         SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
-        BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=block_m, BLOCK_N=32 if wide else KEYS,
-        IEEE=q.dtype == torch.float32, num_warps=WARPS,
-        num_stages=2 if wide or q.dtype == torch.float32 else STAGES,
+        BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=block_m, BLOCK_N=block_n,
+        IEEE=q.dtype == torch.float32, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if parts > 1:
         _combine[(num_rows * num_heads,)](

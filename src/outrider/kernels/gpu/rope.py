@@ -14,59 +14,67 @@ from outrider.kernels.gpu import launch
 if TYPE_CHECKING:  # which imports this file in turn
     from outrider.kernels.rope import HeadNorms
 
+MANY_ROWS, MANY_HEADS = 64, 8  # of a prompt: a program for every head of every row would be far too little work
+
 
 @triton.jit
 def _rope_write(
     q, k, v, cos, sin, q_weight, k_weight, k_pages, v_pages, locations, out,
     q_row, q_head, k_row, k_head, v_row, v_head, key_row, key_head, value_row, value_head,
     num_heads, num_kv_heads, dim, value_dim, half, eps, offset,
-    NORM: tl.constexpr, WIDE: tl.constexpr,
+    NORM: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_VALUE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program turns one head of one row: the queries' heads first, then the keys', then the values are copied."""
+    """A program turns HEADS heads of one row: the queries' heads first, then the keys', then the values are copied."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind = out.dtype.element_ty
-    if head >= num_heads + num_kv_heads:
-        number = head - num_heads - num_kv_heads
-        place = tl.arange(0, BLOCK_VALUE)
-        fits = place < value_dim
-        value = tl.load(v + row * v_row + number * v_head + place, mask=fits, other=0.0)
-        at = tl.load(locations + row) * value_row + number * value_head
+    q_groups, k_groups = tl.cdiv(num_heads, HEADS), tl.cdiv(num_kv_heads, HEADS)
+    if group >= q_groups + k_groups:
+        head = ((group - q_groups - k_groups) * HEADS + tl.arange(0, HEADS))[:, None]
+        place = tl.arange(0, BLOCK_VALUE)[None, :]
+        fits = (place < value_dim) & (head < num_kv_heads)
+        value = tl.load(v + row * v_row + head * v_head + place, mask=fits, other=0.0)
+        at = tl.load(locations + row) * value_row + head * value_head
         tl.store(v_pages + at + place, value.to(v_pages.dtype.element_ty), mask=fits)
         return
     turning = tl.arange(0, BLOCK_HALF)
-    turns = turning < half
     rest = 2 * half + tl.arange(0, BLOCK_REST)
-    cos_at = tl.load(cos + row * half + turning, mask=turns, other=0.0)
-    sin_at = tl.load(sin + row * half + turning, mask=turns, other=0.0)
-    if head < num_heads:
+    cos_at = tl.load(cos + row * half + turning, mask=turning < half, other=0.0)[None, :]
+    sin_at = tl.load(sin + row * half + turning, mask=turning < half, other=0.0)[None, :]
+    if group < q_groups:
+        head = (group * HEADS + tl.arange(0, HEADS))[:, None]
+        exists = head < num_heads
         source = q + row * q_row + head * q_head
         target = out + (row * num_heads + head) * dim
         weight = q_weight
     else:
-        source = k + row * k_row + (head - num_heads) * k_head
-        target = k_pages + tl.load(locations + row) * key_row + (head - num_heads) * key_head
+        head = ((group - q_groups) * HEADS + tl.arange(0, HEADS))[:, None]
+        exists = head < num_kv_heads
+        source = k + row * k_row + head * k_head
+        target = k_pages + tl.load(locations + row) * key_row + head * key_head
         weight = k_weight
-    first = tl.load(source + turning, mask=turns, other=0.0).to(tl.float32)
-    second = tl.load(source + half + turning, mask=turns, other=0.0).to(tl.float32)
-    third = tl.load(source + rest, mask=rest < dim, other=0.0).to(tl.float32)
+    turns = exists & (turning < half)[None, :]
+    stays = exists & (rest < dim)[None, :]
+    first = tl.load(source + turning[None, :], mask=turns, other=0.0).to(tl.float32)
+    second = tl.load(source + half + turning[None, :], mask=turns, other=0.0).to(tl.float32)
+    third = tl.load(source + rest[None, :], mask=stays, other=0.0).to(tl.float32)
     if NORM:
-        square = tl.sum(first * first) + tl.sum(second * second) + tl.sum(third * third)
-        scale = tl.rsqrt(square / dim + eps)
+        square = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(third * third, 1)
+        scale = tl.rsqrt(square / dim + eps)[:, None]
         first, second, third = first * scale, second * scale, third * scale
         if not WIDE:
             first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
             third = third.to(kind).to(tl.float32)
-        first *= tl.load(weight + turning, mask=turns, other=0.0).to(tl.float32) + offset
-        second *= tl.load(weight + half + turning, mask=turns, other=0.0).to(tl.float32) + offset
-        third *= tl.load(weight + rest, mask=rest < dim, other=0.0).to(tl.float32) + offset
+        first *= tl.load(weight + turning, mask=turning < half, other=0.0).to(tl.float32)[None, :] + offset
+        second *= tl.load(weight + half + turning, mask=turning < half, other=0.0).to(tl.float32)[None, :] + offset
+        third *= tl.load(weight + rest, mask=rest < dim, other=0.0).to(tl.float32)[None, :] + offset
         first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
-    tl.store(target + turning, (first * cos_at - second * sin_at).to(kind), mask=turns)
-    tl.store(target + half + turning, (second * cos_at + first * sin_at).to(kind), mask=turns)
-    tl.store(target + rest, third.to(kind), mask=rest < dim)
+    tl.store(target + turning[None, :], (first * cos_at - second * sin_at).to(kind), mask=turns)
+    tl.store(target + half + turning[None, :], (second * cos_at + first * sin_at).to(kind), mask=turns)
+    tl.store(target + rest[None, :], third.to(kind), mask=stays)
 
 
 @triton.jit
@@ -114,12 +122,15 @@ def rope_write(
         early = launch.early(q)
         weights = (out, out) if norms is None else (norms.q, norms.k)
         settings = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
-        _rope_write[(num_rows, num_heads + num_kv_heads + v.shape[1])](
+        # a norm adds up; how many heads are at work beside it must not change the order
+        heads = MANY_HEADS if num_rows > MANY_ROWS and norms is None else 1
+        groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+        _rope_write[(num_rows, groups)](
             q, k, v, cos, sin, *weights, k_pages, v_pages, locations, out,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2),
             num_heads, num_kv_heads, dim, v.shape[-1], half, *settings,
-            NORM=norms is not None, WIDE=norms is not None and norms.wide,
+            NORM=norms is not None, WIDE=norms is not None and norms.wide, HEADS=heads,
             BLOCK_HALF=max(triton.next_power_of_2(half), 1), BLOCK_REST=max(triton.next_power_of_2(dim - 2 * half), 1),
             BLOCK_VALUE=triton.next_power_of_2(v.shape[-1]), EARLY=early, num_warps=1, **launch.options(early),
         )  # fmt: skip
