@@ -141,3 +141,15 @@ def test_soak(target_path: Callable[..., Path], tmp_path: Path) -> None:
         assert all(request.finished for request in wanted)
         assert pool.num_free == free
         assert torch.cuda.memory_allocated() <= memory + 2**20
+
+
+def test_warm_up_records_what_comes_first(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    settings = drafter_settings("eagle3", tmp_path, target_path, "llama")
+    with LLM(target_path("llama"), settings, device="cuda", dtype="float32", max_model_len=128) as llm:
+        expected = answers(llm, [GREEDY] * len(PROMPTS))
+    with LLM(target_path("llama"), settings, device="cuda", dtype="float32", max_model_len=128) as llm:
+        llm.warm_up()
+        assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.capacity
+        recorded = llm.engine.num_recordings
+        assert answers(llm, [GREEDY] * len(PROMPTS)) == expected
+        assert llm.engine.num_recordings == recorded > 0

@@ -93,6 +93,10 @@ class LLM:
 
     # life
 
+    def warm_up(self) -> None:
+        """On a GPU: compiles kernels and records rounds now, so that the first requests do not wait for it."""
+        self.engine.warm_up()
+
     def close(self) -> None:
         """Frees the cache and the weights. The object cannot be used afterwards."""
         if self._open:

@@ -3,9 +3,7 @@ One step is one round of every running request."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from outrider.engine.graphs import MAX_FLYING, Flight, Graphs
 from outrider.engine.logprobs import logprob_table
 from outrider.engine.memory import Budget
 from outrider.engine.pages import PagePool
-from outrider.engine.request import Request
+from outrider.engine.request import Outcome, Request
 from outrider.engine.runner import Runner
 from outrider.engine.sampler import Masks, adjust, sample
 from outrider.engine.scheduler import Limits, Scheduler, Work
@@ -27,19 +25,11 @@ from outrider.engine.watchdog import Watchdog
 from outrider.kernels.dispatch import has_triton
 from outrider.kernels.sampling import choose
 from outrider.models.base import Target
-from outrider.sampling_params import Guided
+from outrider.sampling_params import Guided, SamplingParams
 from outrider.tokenizer import Tokenizer
 from outrider.types import Draft, Hidden, Step, Verdict
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a round brought one request."""
-
-    tokens: list[int]  # committed
-    kept: int  # rows that stay in the cache
-    draft: list[int]  # for the next round
-    predicted: bool = False  # the draft is from the request's own prediction
+WARM_UP_LENGTHS = (2, 24, 200)  # few rows, some, many: each have kernels of their own
 
 
 class Engine:
@@ -86,7 +76,6 @@ class Engine:
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages))
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = _watchdog(config, drafter)
-        self._flying: deque[Flight] = deque()
         settings = config.speculative
         self._pretence = settings.synthetic_acceptance_length if settings is not None else None
         self._graphs: Graphs | None = None
@@ -114,12 +103,9 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """One round; returns the requests that have something new."""
-        self._take_off()
-        while self._flying:
-            flight = self._flying.popleft()
-            if any(flight.passengers):
-                return self._land(flight)
-            self._give_back(flight)
+        flight = None if self._graphs is None else self._graphs.fly(self.scheduler.steady, self._place_pages)
+        if flight is not None:
+            return self._land(flight)
         plan = self.scheduler.next()
         if not plan:
             return []
@@ -134,22 +120,25 @@ class Engine:
         self._prompt_logprobs(plan, step, hidden)
         return self._update(plan, verdict, draft, logits)
 
+    def warm_up(self) -> None:
+        """On a GPU: compiles kernels and records rounds, so that the first requests do not wait for it."""
+        if self.cache.carry.device.type != "cuda":
+            return
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.warm_up()
+        for length in WARM_UP_LENGTHS:  # prompts are not recorded
+            params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+            request = Request(f"warm-up-{length}", [0] * min(length, self.max_model_len - 2), params, seed=0)
+            self.add(request)
+            while not request.finished:
+                self.step()
+
     # rounds that are recorded once and replayed
 
     def _records(self, config: EngineConfig) -> bool:
         able = self.drafter is None or self.drafter.recordable
         return config.torch_device.type == "cuda" and has_triton() and not config.enforce_eager and able
-
-    def _take_off(self) -> None:
-        """Queues rounds on the device as long as the same requests go on decoding: outcomes are not waited for."""
-        while self._graphs is not None and len(self._flying) < MAX_FLYING:
-            requests = self.scheduler.steady(len(self._flying))
-            if not requests or not self._graphs.can_run(requests):
-                return
-            if self._flying and any(request.params.logprobs is not None for request in requests):
-                return  # the logits of a round last until the next begins
-            self._place_pages(requests)
-            self._flying.append(self._graphs.launch(requests))
 
     def _recorded_round(self, step: Step) -> tuple[Tensor, Tensor]:
         """The same as a step, for requests that all decode, in few launches."""
@@ -171,12 +160,12 @@ class Engine:
         draft = self.drafter.propose(step, hidden, verdict)
         return bookkeeping.note(step, verdict, draft.tokens, draft.count), logits
 
-    def _give_back(self, flight: Flight) -> None:
-        assert self._graphs is not None
-        self._graphs.give_back(flight)
-
     def _pretended(self, choice: Tensor, step: Step) -> Tensor:
         return choice if self._pretence is None else pretend(choice, step, self._pretence)
+
+    @property
+    def num_recordings(self) -> int:
+        return 0 if self._graphs is None else self._graphs.num_recordings
 
     @property
     def num_recorded_rounds(self) -> int:
@@ -189,18 +178,10 @@ class Engine:
 
     def _land(self, flight: Flight) -> list[Request]:
         """The outcome of a recorded round reaches the requests that are still there."""
-        rows, judged = flight.rows(), 1 + flight.num_drafts
         landed: list[Work] = []
-        for number, (request, row) in enumerate(zip(flight.passengers, rows, strict=False)):
-            if request is None:
-                continue
-            num_valid, num_drafts, count, kept = row[:4]
-            tokens, drafted = row[4 : 4 + count], row[4 + judged :][:num_drafts]
-            work = Work(request, request.num_computed, 1 + num_valid, num_valid, emits=True)
-            logits = flight.logits.view(-1, judged, flight.logits.shape[-1])[number]
-            self._settle(work, Outcome(tokens, kept, drafted), logits)
-            landed.append(work)
-        self._give_back(flight)
+        for request, num_valid, outcome, logits in flight.outcomes():
+            landed.append(Work(request, request.num_computed, 1 + num_valid, num_valid, emits=True))
+            self._settle(landed[-1], outcome, logits)
         self._heal(landed)
         return [work.request for work in landed]
 

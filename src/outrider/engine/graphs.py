@@ -3,14 +3,15 @@ replayed. The host learns the outcome while the next round is under way. Knows n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.engine.request import Request, Status
+from outrider.engine.request import Outcome, Request, Status
 from outrider.engine.runner import Runner
 from outrider.engine.sampler import adjusts, is_filtered, is_greedy, sampling_of
 from outrider.engine.seats import Kind, Seats, fits
@@ -18,6 +19,8 @@ from outrider.types import Step
 
 MAX_FLYING = 2  # rounds under way: one runs, the next is already queued
 SEATS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+Steady = Callable[[int], list[Request]]  # who goes on decoding while so many rounds are under way; nobody: none
 
 
 @dataclass
@@ -47,10 +50,17 @@ class Flight:
             for request, life in zip(self.requests, self.lives, strict=True)
         ]
 
-    def rows(self) -> list[list[int]]:
-        """Waits for the outcome."""
+    def outcomes(self) -> Iterator[tuple[Request, int, Outcome, Tensor]]:
+        """Waits for them. Of each request that is still there: how many drafts were judged, what the round brought, and
+        the logits [J, V] of the judged rows."""
         self.landed.synchronize()
-        return self.table.tolist()
+        judged = 1 + self.num_drafts
+        logits = self.logits.view(-1, judged, self.logits.shape[-1])
+        for number, (request, row) in enumerate(zip(self.passengers, self.table.tolist(), strict=False)):
+            if request is not None:
+                num_valid, num_drafts, count, kept = row[:4]
+                outcome = Outcome(row[4 : 4 + count], kept, row[4 + judged :][:num_drafts])
+                yield request, num_valid, outcome, logits[number]
 
 
 class Graphs:
@@ -67,13 +77,32 @@ class Graphs:
         self._pool: Any = None  # of memory; all recordings share it, as they never run at once
         self._seated: dict[Kind, tuple[tuple[str, int, int], ...]] = {}  # whose options the seats of a recording hold
         self._pinned: dict[tuple[int, ...], list[Tensor]] = {}  # by shape, free ones
+        self._flying: deque[Flight] = deque()
         self.num_launched = 0
 
-    def can_run(self, requests: Sequence[Request]) -> bool:
+    def fly(self, steady: Steady, prepare: Callable[[list[Request]], None]) -> Flight | None:
+        """The next round that lands, None if there is none. Before, rounds are queued on the device as long as the same
+        requests go on decoding: outcomes are not waited for."""
+        while len(self._flying) < MAX_FLYING:
+            requests = steady(len(self._flying))
+            if not requests or not self._can_run(requests):
+                break
+            if self._flying and any(request.params.logprobs is not None for request in requests):
+                break  # the logits of a round last until the next begins
+            prepare(requests)
+            self._flying.append(self._launch(requests))
+        while self._flying:
+            flight = self._flying.popleft()
+            self._pinned[tuple(flight.table.shape)].append(flight.table)  # it is read before the next one takes off
+            if any(flight.passengers):
+                return flight
+        return None
+
+    def _can_run(self, requests: Sequence[Request]) -> bool:
         """Whether these requests' options can be recorded: what the host must decide in every round cannot."""
         return len(requests) <= self._sizes[-1] and all(map(fits, requests))
 
-    def launch(self, requests: list[Request]) -> Flight:
+    def _launch(self, requests: list[Request]) -> Flight:
         allowed = [self._allowed(request) for request in requests]
         params = [request.params for request in requests]
         names = tuple((request.request_id, request.slot, most) for request, most in zip(requests, allowed, strict=True))
@@ -101,6 +130,10 @@ class Graphs:
         lives = [request.num_preemptions for request in requests]
         return Flight(requests, lives, kind.num_drafts, pinned, recording.logits, landed)
 
+    @property
+    def num_recordings(self) -> int:
+        return len(self._recordings)
+
     def replay_ms(self, count: int) -> float | None:
         """Device time of the latest recording, replayed back to back."""
         if not self._recordings:
@@ -113,9 +146,6 @@ class Graphs:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / count
-
-    def give_back(self, flight: Flight) -> None:
-        self._pinned[tuple(flight.table.shape)].append(flight.table)
 
     def _allowed(self, request: Request) -> int:
         wanted = request.most_drafts()
@@ -137,6 +167,14 @@ class Graphs:
             table, logits = self._round(seats, kind)
         self._pool = self._pool or graph.pool()
         return Recording(graph, seats, table, logits)
+
+    def warm_up(self) -> None:
+        """Records the usual kinds beforehand, which also compiles their kernels."""
+        for size in reversed(self._sizes):  # the largest first: the others find its memory
+            for greedy in (True, False):
+                kind = Kind(size, self._lookahead, greedy=greedy, filtered=False, adjusted=False)
+                if kind not in self._recordings:
+                    self._recordings[kind] = self._record(kind)
 
     def _round(self, seats: Seats, kind: Kind) -> tuple[Tensor, Tensor]:
         return self._run(self._runner.pack_round(seats, kind.num_drafts, kind.num_drafts))

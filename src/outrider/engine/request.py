@@ -21,6 +21,16 @@ class Status(Enum):
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What a round brought one request."""
+
+    tokens: list[int]  # committed
+    kept: int  # rows that stay in the cache
+    draft: list[int]  # for the next round
+    predicted: bool = False  # the draft is from the request's own prediction
+
+
+@dataclass(frozen=True)
 class Logprob:
     logprob: float
     rank: int  # 1: the most likely token

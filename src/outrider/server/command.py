@@ -147,6 +147,7 @@ def serve_command(
             progress=progress,
         )
     with llm:
+        llm.warm_up()
         served = served_model_name or name_of(model)
         limits = Limits(max_queue=max_queue, deadline=request_timeout, stall=stall_timeout)
         log_to_stderr()
