@@ -9,8 +9,6 @@ from outrider.kernels.activation import silu_mul
 from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.packed import Packed
 
-MAX_ROWS = 64  # of a Triton linear; with more, cuBLAS is faster
-
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.device.type == "cpu" and x.dtype != torch.float32:
@@ -57,4 +55,8 @@ def silu_linear(
 
 def _in_triton(x: Tensor, weight: Tensor, exact: bool) -> bool:
     """Few rows, or any number where bits must not depend on it; many are the library's business."""
-    return use_triton(x) and x.dtype == weight.dtype and (exact or len(x) <= MAX_ROWS)
+    if not use_triton(x) or x.dtype != weight.dtype:
+        return False
+    from outrider.kernels.gpu import linear as gpu
+
+    return exact or gpu.is_faster(len(x), weight)

@@ -13,6 +13,8 @@ from torch import Tensor
 from outrider.kernels.gpu import launch
 
 SMALL = 2**22  # numbers in a weight: time goes into starting, not into reading
+WIDE = 16384  # outputs that make enough programs for any tile
+NARROW = 8192  # outputs: a larger tile would leave most of the device without work
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,10 @@ def linear(
         block_m *= 2
     if block_m > 32:  # compute counts now: larger tiles, and room for them
         stages, warps = (2 if x.dtype == torch.float32 else 3), (4 if block_m == 64 else 8)
-        tile = Tile(64 if gated or block_m == 64 else 128, 64, stages, warps)
+        few = num_columns < NARROW and num_rows <= block_m
+        tile = Tile(32 if few else 64 if gated or block_m == 64 else 128, 64, stages, warps)
+    elif block_m == 32 and gated and num_columns * inner >= SMALL:
+        tile = Tile(64, 64, 4, 8)
     early = launch.early(x) and (1 if num_columns * inner < SMALL else 2)
     _linear[(triton.cdiv(num_columns, tile.block_n), triton.cdiv(num_rows, block_m))](
         x, weight, out if bias is None else bias, out if residual is None else residual, out,
@@ -119,6 +124,15 @@ def linear(
         num_warps=tile.warps, num_stages=tile.stages, **launch.options(bool(early)),
     )  # fmt: skip
     return out
+
+
+def is_faster(num_rows: int, weight: Tensor) -> bool:
+    """Whether it is faster than cuBLAS: with few rows always, with more the smaller the weight, or the wider."""
+    if num_rows <= 16:
+        return True
+    if weight.numel() < SMALL:
+        return num_rows <= 32
+    return num_rows <= 64 and len(weight) >= WIDE
 
 
 def tile_for(num_columns: int, inner: int, gated: bool) -> Tile:
