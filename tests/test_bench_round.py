@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from outrider.bench import random_pair, random_peers
+from outrider.bench import random_pair
 from outrider.cli import app
 
 SHAPE: dict[str, Any] = {
@@ -62,11 +62,10 @@ def test_bytes_are_those_of_the_weights(shape: str) -> None:
     assert plain["gigabytes"] * 1e9 == pytest.approx(weights, abs=1e6)
 
 
-def test_peers_are_compared(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_peers, "NUM_TOKENS", 6)
+def test_peers_are_compared(shape: str) -> None:
     names = ["transformers", "transformers-compiled", "transformers-continuous"]
     given = [part for name in names for part in ("--against", name)]
-    found = run("--shape", shape, *given, "--batch-size", "2")
+    found = run("--shape", shape, *given, "--batch-size", "2", "--num-tokens", "6")
     assert [peer["name"] for peer in found["peers"]] == names
     for peer in found["peers"]:
         ours = 2e3 / found["sides"][0]["round_ms"]

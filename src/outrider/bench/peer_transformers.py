@@ -121,8 +121,10 @@ class Continuous(Transformers):
         tokens = [list(output.generated_tokens) for output in outputs]
         assert [len(answer) for answer in tokens] == [max_tokens] * len(prompts), "an answer is missing or too short"
         stamps = [list(output.timestamps or ()) for output in outputs]
-        seen = [times[0] - clock.begin for times in stamps if times]
-        first = sum(seen) / len(seen) if seen else seconds
+        first = seconds
+        if all(stamps):  # its thread takes time to end, which is nobody's waiting time
+            seconds = max(times[-1] for times in stamps) - clock.begin
+            first = sum(times[0] - clock.begin for times in stamps) / len(stamps)
         return Timing(seconds, first, max_tokens, tokens, steady=steady_rate(stamps))
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ from outrider.bench.peer_transformers import Compiled, Continuous, Transformers
 from outrider.bench.peers import import_peer
 from outrider.bench.sides import Prompts, Timing
 
-NUM_TOKENS = 128  # of every answer
 NUM_RUNS = 3
 PEERS: dict[str, type[Transformers]] = {peer.name: peer for peer in (Transformers, Compiled, Continuous)}
 
@@ -41,7 +40,12 @@ def whole_rate(timing: Timing) -> float:
 
 
 def measure_peers(
-    names: Sequence[str], shape: dict[str, Any], prompts: Prompts, device: torch.device, dtype: torch.dtype
+    names: Sequence[str],
+    shape: dict[str, Any],
+    prompts: Prompts,
+    num_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[PeerCost]:
     unknown = sorted(set(names) - set(PEERS))
     if unknown:
@@ -52,11 +56,11 @@ def measure_peers(
     config = library.AutoConfig.for_model(_family(shape), **shape)
     with torch.device(device):
         model = library.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    max_len = max(map(len, prompts)) + NUM_TOKENS
+    max_len = max(map(len, prompts)) + num_tokens
     costs = []
     for name in names:
         peer = PEERS[name](library, model, max_len)
-        timings = [peer.answer(prompts, NUM_TOKENS) for _ in range(NUM_RUNS + 1)]
+        timings = [peer.answer(prompts, num_tokens) for _ in range(NUM_RUNS + 1)]
         costs.append(PeerCost(name, timings[1:]))  # the first one warms up
         peer.close()
     del model

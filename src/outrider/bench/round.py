@@ -19,7 +19,7 @@ from outrider import __version__
 from outrider.bench.interleave import memory_bandwidth
 from outrider.bench.options import AsJson, Device, Dtype, Eager, Exact
 from outrider.bench.random_pair import METHODS, SHAPES, random_engine, shape_of
-from outrider.bench.random_peers import NUM_RUNS, NUM_TOKENS, PEERS, PeerCost, measure_peers
+from outrider.bench.random_peers import NUM_RUNS, PEERS, PeerCost, measure_peers
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.console import open_consoles
 from outrider.engine.engine import Engine
@@ -44,6 +44,7 @@ NumRounds = Annotated[int, typer.Option("--num-rounds", help="Rounds of a measur
 Against = Annotated[
     list[str] | None, typer.Option("--against", help=f"Another engine: {', '.join(PEERS)}. May be given again.")
 ]
+NumTokens = Annotated[int, typer.Option("--num-tokens", help="Tokens of each answer, for --against.", min=2)]
 Temperature = Annotated[float, typer.Option("--temperature", help="0: greedy.", min=0.0)]
 
 
@@ -87,6 +88,7 @@ def bench_round(
     exact: Exact = False,
     enforce_eager: Eager = False,
     against: Against = None,
+    num_tokens: NumTokens = 128,
     as_json: AsJson = False,
 ) -> None:
     """What a round costs, with random weights: plain, then with each drafter.
@@ -95,9 +97,10 @@ def bench_round(
     Examples:
       outrider bench round --shape llama-3.1-8b --method eagle3 -k 5 --accept-length 4
       outrider bench round --shape smollm2-135m --method eagle3 --method dflash --batch-size 8
+      outrider bench round --batch-size 32 --context 1024 --against transformers-continuous
     """
     # room for every round that is measured, at the most that one can bring
-    rows = (1 + num_speculative_tokens) * (num_rounds * NUM_CHUNKS + WARM_UP + 4)
+    rows = max((1 + num_speculative_tokens) * (num_rounds * NUM_CHUNKS + WARM_UP + 4), num_tokens)
     config = EngineConfig(
         model=shape,
         dtype=dtype,
@@ -117,18 +120,18 @@ def bench_round(
     ]  # fmt: skip
     costs = [measure(replace(plan, config=replace(config, speculative=each))) for each in settings]
     found = to_dict(plan, costs, memory_bandwidth(config.torch_device) if config.torch_device.type == "cuda" else None)
-    others = _peers(plan, against or ())
-    whole = whole_rate(plan) if others else 0.0
+    others = _peers(plan, against or (), num_tokens)
+    whole = whole_rate(plan, num_tokens) if others else 0.0
     found["peers"] = [_peer(cost, costs[0], whole, plan) for cost in others]
     if not as_json:
         _show(open_consoles().about, found)
     print(json.dumps(found))
 
 
-def _peers(plan: Plan, names: Sequence[str]) -> list[PeerCost]:
+def _peers(plan: Plan, names: Sequence[str], num_tokens: int) -> list[PeerCost]:
     shape, device = shape_of(plan.shape), plan.config.torch_device
     prompts = _prompts(plan, shape["vocab_size"])
-    return measure_peers(names, shape, prompts, device, plan.config.torch_dtype("bfloat16"))
+    return measure_peers(names, shape, prompts, num_tokens, device, plan.config.torch_dtype("bfloat16"))
 
 
 def _peer(cost: PeerCost, plain: Cost, whole: float, plan: Plan) -> dict[str, Any]:
@@ -146,19 +149,19 @@ def _peer(cost: PeerCost, plain: Cost, whole: float, plan: Plan) -> dict[str, An
     }
 
 
-def whole_rate(plan: Plan) -> float:
+def whole_rate(plan: Plan, num_tokens: int) -> float:
     """Tokens a second of plain decoding from the prompts to the last token, all requests together."""
     engine = random_engine(plan.config, shape_of(plan.shape))
     rates = []
     try:
         for _ in range(NUM_RUNS + 1):  # the first one warms up
-            requests = _requests(plan, engine, NUM_TOKENS)
+            requests = _requests(plan, engine, num_tokens)
             begin = time.perf_counter()
             for request in requests:
                 engine.add(request)
             while not all(request.finished for request in requests):
                 engine.step()
-            rates.append(NUM_TOKENS * len(requests) / (time.perf_counter() - begin))
+            rates.append(num_tokens * len(requests) / (time.perf_counter() - begin))
     finally:
         _close(engine)
     return statistics.median(rates[1:])
