@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,8 @@ from outrider.bench.peers import Clock, Peer, PeerOptions, import_peer, peers
 from outrider.bench.sides import Prompts, Timing
 from outrider.engine.checkpoint import open_checkpoint
 from outrider.types import Checkpoint
+
+BLOCK_SIZE = 256  # tokens, of transformers' paged cache
 
 
 @peers.register("transformers")
@@ -111,9 +112,15 @@ class Continuous(Transformers):
         settings = self._library.GenerationConfig(
             do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max_tokens
         )
-        wanted = {"record_timestamps": True, "persistent_manager": True, "progress_bar": False}
-        known = inspect.signature(self.model.generate_batch).parameters
-        options = {name: value for name, value in wanted.items() if name in known}
+        # like ours: prompts that come again in every run must be read in every run
+        cache: dict[str, Any] = {"allow_block_sharing": False}
+        if self.model.device.type == "cpu":  # where it would take nearly all of the memory
+            cache["num_blocks"] = 2 * len(prompts) * (1 + self._max_len // BLOCK_SIZE)
+        options = {
+            "continuous_batching_config": self._library.ContinuousBatchingConfig(**cache),
+            "record_timestamps": True,
+            "persistent_manager": True,
+        }
         clock = Clock()
         made = self.model.generate_batch(inputs=[list(ids) for ids in prompts], generation_config=settings, **options)
         seconds = clock.now()
