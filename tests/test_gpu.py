@@ -39,3 +39,15 @@ def test_bfloat16_on_a_gpu(target_path: Callable[..., Path], tmp_path: Path) -> 
     with LLM(target_path("llama"), settings, device="cuda", dtype="bfloat16", max_model_len=128) as llm:
         outputs = llm.generate(PROMPTS, PARAMS)
     assert all(len(output.outputs[0].token_ids) == 24 for output in outputs)
+
+
+def test_embedded_pair_on_a_gpu() -> None:
+    """With the check at load, which no other test here makes: their drafters are random."""
+    found = []
+    for device in ("cpu", "cuda"):
+        with LLM(device=device, dtype="float32", max_model_len=256) as llm:
+            assert llm.checkup is not None
+            assert not llm.checkup.is_dead
+            output = llm.generate("Once upon a time", PARAMS)[0].outputs[0]
+            found.append(output.token_ids)
+    assert found[0] == found[1]

@@ -85,6 +85,8 @@ class Agreement:
 class Observed(Drafter):
     """Drafts as another drafter does, writes it down, and hands nothing over: the target goes on alone."""
 
+    recordable = False  # it writes on the host
+
     def __init__(self, drafter: Drafter, running: Callable[[], Sequence[Request]]) -> None:
         super().__init__()
         self._drafter = (drafter,)  # in a tuple: observed, not owned

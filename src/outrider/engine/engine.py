@@ -79,7 +79,7 @@ class Engine:
         settings = config.speculative
         self._pretence = settings.synthetic_acceptance_length if settings is not None else None
         self._graphs: Graphs | None = None
-        if self._records(config):
+        if records(config) and self._is_recordable:
             self._graphs = Graphs(self.runner, self._recorded_round, config.max_num_seqs, self.lookahead)
 
     def guide(self, guided: Guided, prompt: Sequence[int] = ()) -> Guide:
@@ -103,9 +103,10 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """One round; returns the requests that have something new."""
-        flight = None if self._graphs is None else self._graphs.fly(self.scheduler.steady, self._place_pages)
-        if flight is not None:
-            return self._land(flight)
+        if self._graphs is not None and self._is_recordable:
+            flight = self._graphs.fly(self.scheduler.steady, self._place_pages)
+            if flight is not None:
+                return self._land(flight)
         plan = self.scheduler.next()
         if not plan:
             return []
@@ -136,9 +137,10 @@ class Engine:
 
     # rounds that are recorded once and replayed
 
-    def _records(self, config: EngineConfig) -> bool:
-        able = self.drafter is None or self.drafter.recordable
-        return config.torch_device.type == "cuda" and has_triton() and not config.enforce_eager and able
+    @property
+    def _is_recordable(self) -> bool:
+        """A drafter may be put in another's place for a while."""
+        return self.drafter is None or self.drafter.recordable
 
     def _recorded_round(self, step: Step) -> tuple[Tensor, Tensor]:
         """The same as a step, for requests that all decode, in few launches."""
@@ -333,6 +335,11 @@ class Engine:
                     logits = self.target.logits(rows[part : part + 64])
                     request.prompt_logprobs += logprob_table(logits, known[part : part + 64], wanted, self.tokenizer)
             begin += work.num_rows
+
+
+def records(config: EngineConfig) -> bool:
+    """Whether rounds can be recorded there, and are to be."""
+    return config.torch_device.type == "cuda" and has_triton() and not config.enforce_eager
 
 
 def _watchdog(config: EngineConfig, drafter: Drafter | None) -> Watchdog | None:

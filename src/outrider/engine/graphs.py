@@ -30,13 +30,16 @@ class Recording:
     table: Tensor
     logits: Tensor
 
+    def new_copy(self) -> Tensor:
+        """For the host."""
+        return torch.empty(self.table.shape, dtype=self.table.dtype, pin_memory=self.table.is_cuda)
+
 
 @dataclass
 class Flight:
     """A round under way."""
 
     requests: list[Request]
-    lives: list[int]  # of each, how often it had been preempted: a request that starts over has no use for the outcome
     num_drafts: int
     table: Tensor  # pinned memory; good once `landed` has happened
     logits: Tensor
@@ -44,11 +47,9 @@ class Flight:
 
     @property
     def passengers(self) -> list[Request | None]:
-        """The requests, None for those that have ended or started over since."""
-        return [
-            request if request.status is Status.RUNNING and request.num_preemptions == life else None
-            for request, life in zip(self.requests, self.lives, strict=True)
-        ]
+        """The requests, None for those that have ended or wait to start over: nobody starts while a round is under
+        way."""
+        return [request if request.status is Status.RUNNING else None for request in self.requests]
 
     def outcomes(self) -> Iterator[tuple[Request, int, Outcome, Tensor]]:
         """Waits for them. Of each request that is still there: how many drafts were judged, what the round brought, and
@@ -123,12 +124,11 @@ class Graphs:
         recording.graph.replay()
         self.num_launched += 1
         free = self._pinned.setdefault(tuple(recording.table.shape), [])
-        pinned = free.pop() if free else torch.empty(recording.table.shape, dtype=torch.long, pin_memory=True)
+        pinned = free.pop() if free else recording.new_copy()
         pinned.copy_(recording.table, non_blocking=True)
         landed = torch.cuda.Event()
         landed.record()
-        lives = [request.num_preemptions for request in requests]
-        return Flight(requests, lives, kind.num_drafts, pinned, recording.logits, landed)
+        return Flight(requests, kind.num_drafts, pinned, recording.logits, landed)
 
     @property
     def num_recordings(self) -> int:

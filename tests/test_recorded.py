@@ -1,0 +1,155 @@
+"""Recorded rounds without a GPU: everything but the recording itself. A replay runs the round again on the same seats,
+bookkeeping kernels interpreted; who flies, lands, joins and leaves is decided by the very same code."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from samples import METHODS, Oracle, drafter_settings, guide, sample_target, suits
+
+from outrider import LLM, SamplingParams
+from outrider.engine import engine as engines
+from outrider.engine.graphs import Graphs, Recording
+from outrider.engine.seats import Kind, Seats
+from outrider.llm import total_speculation
+
+GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
+VARIED = [
+    GREEDY,
+    replace(GREEDY, temperature=0.8, seed=5),
+    replace(GREEDY, temperature=1.0, seed=6, top_p=0.9, top_k=20, logprobs=2),
+    replace(GREEDY, temperature=0.7, seed=7, num_speculative_tokens=1, max_tokens=9),
+    replace(GREEDY, temperature=0.9, seed=8, logit_bias={9: 3.0}, bad_words=[[7, 8], [41]], min_tokens=9,
+            stop_token_ids=[6, 9, 41], repetition_penalty=1.3),
+]  # fmt: skip
+PROMPTS = [[5, 6, 7, 8, 9] * 3, [40, 41], list(range(60, 90)), [3] * 20, [11, 12, 13]]
+MEMORIES = ["gpt_oss", "gemma4_moe", "nemotron_h", "deepseek_v3", "step3p5", "qwen3_vl"]
+SUITED = [(method, next(each for each in ("llama", *tiny.FAMILIES) if suits(method, each))) for method in METHODS]
+PAIRS = [(None, "llama"), *SUITED, *(("oracle", family) for family in MEMORIES)]
+
+
+@dataclass
+class Again:
+    """Instead of a CUDA graph."""
+
+    graphs: Graphs
+    seats: Seats
+    kind: Kind
+    outcome: tuple[torch.Tensor, torch.Tensor]
+
+    def replay(self) -> None:
+        for old, new in zip(self.outcome, self.graphs._round(self.seats, self.kind), strict=True):
+            old.copy_(new)
+
+
+def record(graphs: Graphs, kind: Kind) -> Recording:
+    seats = Seats.of(kind, graphs._nobody, graphs._runner.vocab_size, graphs._runner.device)
+    outcome = graphs._round(seats, kind)
+    return Recording(Again(graphs, seats, kind, outcome), seats, *outcome)  # type: ignore[arg-type]
+
+
+class Landed:
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(engines, "records", lambda config: not config.enforce_eager)
+    monkeypatch.setattr(Graphs, "_record", record)
+    monkeypatch.setattr(torch.cuda, "Event", Landed)
+    return
+
+
+def answers(llm: LLM, params: Any = VARIED) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize(("method", "family"), PAIRS)
+def test_recorded_rounds_are_steps(
+    method: str | None, family: str, target_path: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = sample_target(method or "", tmp_path, target_path, family)
+    with LLM(path, None, max_model_len=64, enforce_eager=True, device="cpu") as llm:
+        plain = answers(llm)
+        assert llm.engine.num_recorded_rounds == 0
+    truth = [prompt + tokens for prompt, tokens in zip(PROMPTS, plain, strict=True)]
+    Oracle.truth = truth
+    settings = None if method is None else drafter_settings(method, tmp_path, target_path, family)
+    with LLM(path, settings, max_model_len=64, device="cpu") as llm:
+        able = llm.drafter is None or llm.drafter.recordable
+        if llm.drafter is not None:
+            guide(llm.drafter, truth, llm.target.vocab_size)
+        outputs = llm.generate(PROMPTS, VARIED)
+        assert [output.outputs[0].token_ids for output in outputs] == plain
+        assert (llm.engine.num_recorded_rounds > 0) is able
+    if method is not None:
+        total = total_speculation(outputs)
+        assert 0 < total.accepted < total.drafted
+
+
+def test_logprobs(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    settings = drafter_settings("eagle3", tmp_path, target_path, "llama")
+    found = []
+    for eager in (True, False):
+        with LLM(target_path(), settings, max_model_len=64, enforce_eager=eager, device="cpu") as llm:
+            outputs = llm.generate(PROMPTS, replace(GREEDY, logprobs=3))
+            rows = [row for output in outputs for row in output.outputs[0].logprobs or []]
+            found.append([{token: one.logprob for token, one in row.items()} for row in rows])
+    assert found[0] == found[1]
+    assert len(found[0]) == 14 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("pages", [None, 14])
+def test_requests_come_and_go(pages: int | None, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """They join and are given up at any time, also while rounds are under way; with few pages some start over."""
+    settings = drafter_settings("eagle3", tmp_path, target_path, "llama")
+    options: dict[str, Any] = {"max_model_len": 64, "page_size": 8, "max_num_seqs": 4, "device": "cpu"}
+    chance = random.Random(0)
+    with LLM(target_path(), None, enforce_eager=True, **options) as llm:
+        plain = {number: answers(llm, params) for number, params in enumerate(VARIED)}
+    if pages is not None:
+        with LLM(target_path(), settings, **options) as llm:
+            options["kv_cache_memory"] = llm.budget.page_bytes * pages
+    with LLM(target_path(), settings, **options) as llm:
+        truth = [p + tokens for each in plain.values() for p, tokens in zip(PROMPTS, each, strict=True)]
+        assert llm.drafter is not None
+        guide(llm.drafter, truth, llm.target.vocab_size)
+        engine, given_up, expected = llm.engine, [], []
+        for _ in range(40):
+            which, place = chance.randrange(len(VARIED)), chance.randrange(len(PROMPTS))
+            (request,) = llm.requests_for(PROMPTS[place], VARIED[which], len(expected))
+            engine.add(request)
+            expected.append((request, plain[which][place]))
+            for _ in range(chance.randrange(6)):
+                engine.step()
+            if chance.random() < 0.2:
+                given_up.append(chance.choice(expected)[0])
+                engine.abort(given_up[-1])
+        while engine.has_work:
+            engine.step()
+        assert engine.num_recorded_rounds > 40
+        assert (engine.scheduler.num_preemptions > 0) is (pages is not None)
+        for request, tokens in expected:
+            assert request.outputs == tokens if request not in given_up else tokens[: len(request.outputs)]
+        engine.step()  # whatever is still under way has nobody to land for
+        engine.scheduler.pool.check()
+        assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
+
+
+def test_the_check_at_load_is_not_recorded() -> None:
+    """It looks at every draft from the host."""
+    with LLM(max_model_len=96, device="cpu") as llm:
+        assert llm.checkup is not None
+        assert llm.checkup.agreement is not None
+        assert llm.engine.num_recorded_rounds == 0
+        llm.generate("Once upon a time", GREEDY)
+        assert llm.engine.num_recorded_rounds > 0
