@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: tests run its kernels on the CPU
 
 import tiny
+from replay import record_on_a_cpu
 
 from outrider.kernels import dispatch
 
@@ -40,3 +41,9 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     elif dispatch.native.library() is None:
         pytest.skip("no C compiler, so no native kernels")
     return request.param
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds are recorded without a GPU."""
+    record_on_a_cpu(monkeypatch)

@@ -1,24 +1,22 @@
-"""Recorded rounds without a GPU: everything but the recording itself. A replay runs the round again on the same seats,
-bookkeeping kernels interpreted; who flies, lands, joins and leaves is decided by the very same code."""
+"""Recorded rounds without a GPU: everything but the recording itself (replay.py). Who flies, lands, joins and leaves is
+decided by the very same code; bookkeeping kernels are interpreted."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-import torch
 from samples import METHODS, Oracle, drafter_settings, guide, sample_target, suits
 
 from outrider import LLM, SamplingParams
-from outrider.engine import engine as engines
-from outrider.engine.graphs import Graphs, Recording
-from outrider.engine.seats import Kind, Seats
 from outrider.llm import total_speculation
+
+pytestmark = pytest.mark.usefixtures("recording")
 
 GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
 VARIED = [
@@ -33,40 +31,6 @@ PROMPTS = [[5, 6, 7, 8, 9] * 3, [40, 41], list(range(60, 90)), [3] * 20, [11, 12
 MEMORIES = ["gpt_oss", "gemma4_moe", "nemotron_h", "deepseek_v3", "step3p5", "qwen3_vl"]
 SUITED = [(method, next(each for each in ("llama", *tiny.FAMILIES) if suits(method, each))) for method in METHODS]
 PAIRS = [(None, "llama"), *SUITED, *(("oracle", family) for family in MEMORIES)]
-
-
-@dataclass
-class Again:
-    """Instead of a CUDA graph."""
-
-    graphs: Graphs
-    seats: Seats
-    kind: Kind
-    outcome: tuple[torch.Tensor, torch.Tensor]
-
-    def replay(self) -> None:
-        for old, new in zip(self.outcome, self.graphs._round(self.seats, self.kind), strict=True):
-            old.copy_(new)
-
-
-def record(graphs: Graphs, kind: Kind) -> Recording:
-    seats = Seats.of(kind, graphs._nobody, graphs._runner.vocab_size, graphs._runner.device)
-    outcome = graphs._round(seats, kind)
-    return Recording(Again(graphs, seats, kind, outcome), seats, *outcome)  # type: ignore[arg-type]
-
-
-class Landed:
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-@pytest.fixture(autouse=True)
-def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(engines, "records", lambda config: not config.enforce_eager)
-    monkeypatch.setattr(Graphs, "_record", record)
-    monkeypatch.setattr(torch.cuda, "Event", Landed)
-    return
 
 
 def answers(llm: LLM, params: Any = VARIED) -> list[list[int]]:

@@ -22,6 +22,8 @@ from outrider.bench.options import (
     Device,
     Draft,
     Dtype,
+    Eager,
+    Exact,
     Model,
     NumSpeculativeTokens,
     PromptFile,
@@ -74,6 +76,8 @@ class Plan:
     threads: int | None
     dtype: str
     device: str
+    exact: bool = False
+    enforce_eager: bool = False
 
     @property
     def place(self) -> str | Path:
@@ -105,6 +109,8 @@ def latency(
     threads: Threads = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    exact: Exact = False,
+    enforce_eager: Eager = False,
     as_json: AsJson = False,
 ) -> None:
     """One request at a time: how long a user waits.
@@ -130,6 +136,8 @@ def latency(
         threads=threads,
         dtype=dtype,
         device=device,
+        exact=exact,
+        enforce_eager=enforce_eager,
     )
     _run_and_report(plan, as_json)
 
@@ -150,6 +158,8 @@ def throughput(
     threads: Threads = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    exact: Exact = False,
+    enforce_eager: Eager = False,
     as_json: AsJson = False,
 ) -> None:
     """Many requests at once: how much a machine can do.
@@ -175,6 +185,8 @@ def throughput(
         threads=threads,
         dtype=dtype,
         device=device,
+        exact=exact,
+        enforce_eager=enforce_eager,
     )
     _run_and_report(plan, as_json)
 
@@ -223,6 +235,8 @@ def _open(plan: Plan, batches: Sequence[Prompts], opened: ExitStack) -> tuple[li
             max_model_len=longest,
             max_num_seqs=plan.batch_size,
             enable_prefix_caching=False,
+            exact=plan.exact,
+            enforce_eager=plan.enforce_eager,
         )
         opened.callback(llm.close)
         return llm

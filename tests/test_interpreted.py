@@ -1,0 +1,45 @@
+"""Whole models on Triton kernels, interpreted: what a GPU computes, recorded rounds and all, where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samples import Oracle, drafter_settings, guide
+
+from outrider import LLM, SamplingParams
+from outrider.kernels import dispatch
+from outrider.kernels.gpu import attention
+from outrider.llm import total_speculation
+
+PARAMS = SamplingParams(max_tokens=5, temperature=0.8, seed=4, ignore_eos=True)
+PROMPT = [5, 6, 7, 8, 9, 5, 6]
+PAIRS = [
+    ("llama", "eagle3"),
+    ("gpt_oss", "oracle"),
+    ("nemotron_h", "oracle"),
+    ("deepseek_v3", "oracle"),
+]
+
+
+@pytest.mark.usefixtures("recording")
+@pytest.mark.parametrize(("family", "method"), PAIRS)
+def test_models_on_interpreted_kernels(
+    family: str, method: str, target_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"max_model_len": 48, "device": "cpu", "dtype": "float32"}
+    with LLM(target_path(family), None, enforce_eager=True, **options) as llm:
+        plain = llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids
+    Oracle.truth = [PROMPT + plain]
+    monkeypatch.setattr(dispatch.native, "library", lambda: None)
+    monkeypatch.setattr(dispatch, "is_home", lambda x: True)
+    monkeypatch.setattr(attention, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
+    with LLM(target_path(family), drafter_settings(method, tmp_path, target_path, family), **options) as llm:
+        assert llm.drafter is not None
+        guide(llm.drafter, Oracle.truth, llm.target.vocab_size, skill=0.8)
+        outputs = llm.generate([PROMPT], PARAMS)
+        assert llm.engine.num_recorded_rounds > 0
+    assert outputs[0].outputs[0].token_ids == plain
+    assert total_speculation(outputs).drafted > 0
