@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +14,7 @@ pytest.importorskip("triton")
 from outrider.kernels import activation, attention, linear, norm, rope, sampling  # noqa: E402
 from outrider.kernels.gpu import activation as gpu_activation  # noqa: E402
 from outrider.kernels.gpu import attention as gpu_attention  # noqa: E402
+from outrider.kernels.gpu import filter as gpu_filter  # noqa: E402
 from outrider.kernels.gpu import linear as gpu_linear  # noqa: E402
 from outrider.kernels.gpu import norm as gpu_norm  # noqa: E402
 from outrider.kernels.gpu import rope as gpu_rope  # noqa: E402
@@ -209,7 +213,34 @@ def test_choose(greedy: bool, reduced: bool) -> None:
     assert found.tolist() == wanted.tolist()
 
 
-def test_running_sum() -> None:
-    x = random(3, 2500).abs()
-    torch.testing.assert_close(gpu_sampling.running_sum(x), x.cumsum(-1), rtol=1e-5, atol=1e-4)
-    assert gpu_sampling.running_sum(x)[1].equal(gpu_sampling.running_sum(x[1:2])[0])
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [50, 9000])
+def test_filter(width: int, dtype: torch.dtype, coarse: bool) -> None:
+    """`coarse`: many logits are equal, so that it counts which of them come first."""
+    generator = torch.Generator().manual_seed(width)
+    rows = 12
+    logits = 3 * torch.randn(rows, width, generator=generator)
+    logits = (logits.round() if coarse else logits).to(dtype).to(DEVICE)
+    top_k = torch.randint(1, 60, (rows,), generator=generator)
+    top_p, min_p = torch.rand(rows, generator=generator), 0.2 * torch.rand(rows, generator=generator)
+    top_k[1::3], top_p[2::4], min_p[::2] = width, 1.0, 0.0  # off
+    top_p[5] = 0.0
+    temperature = 0.3 + torch.rand(rows, generator=generator)
+    temperature[7] = 0.0
+    options = [each.to(DEVICE) for each in (temperature, top_k, top_p, min_p)]
+    request = torch.arange(rows, device=DEVICE)
+    given: Any = SimpleNamespace(top_k=options[1], top_p=options[2].double(), min_p=options[3].double())
+    scaled = logits.double() / options[0].clamp(min=1e-5)[:, None]
+    kept = sampling.filter_logits(scaled, given, request) > -torch.inf
+    kept[7] = True  # greedy: nothing is cut off
+    cut, last = gpu_filter.cuts(logits, options[0], (options[1], options[2], options[3]), request, least=1e-5)
+    value, column = logits.float(), torch.arange(width, device=DEVICE)
+    found = (value > cut[:, None]) | ((value == cut[:, None]) & (column <= last[:, None]))
+    assert found.sum(1).tolist() == kept.sum(1).tolist()
+    assert found.equal(kept)
+    seeds = torch.arange(rows, device=DEVICE)
+    token = gpu_sampling.choose(
+        logits, options[0], seeds, request, seeds, None, greedy=False, least=1e-5, cut=(cut, last)
+    )
+    assert found.gather(1, token[:, None]).all()

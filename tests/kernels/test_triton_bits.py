@@ -6,7 +6,7 @@ import torch
 from test_triton import batch_of, keys_of, random
 
 from outrider.kernels.attention import EXACT_PARTS
-from outrider.kernels.gpu import attention, linear, norm, sampling
+from outrider.kernels.gpu import attention, filter, linear, norm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,10 +48,14 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
         assert torch.equal(attend(begin, end, others), whole[begin:end]), (begin, end, others)
 
 
-def test_norms_and_sums() -> None:
+def test_norms_and_filters() -> None:
     x, weight = random(max(ROWS), 4096, dtype=BFLOAT), random(4096, dtype=BFLOAT)
-    logits = random(max(ROWS), 50_000).softmax(-1)
-    whole, sums = norm.rms_norm(x, weight, 1e-5), sampling.running_sum(logits)
+    logits, requests = random(max(ROWS), 50_000), torch.zeros(max(ROWS), dtype=torch.long, device="cuda")
+    heat, share = torch.tensor([0.8], device="cuda"), torch.tensor([0.9], device="cuda")
+    filters = torch.tensor([40_000], device="cuda"), share, torch.tensor([1e-4], device="cuda")
+    whole, (cut, last) = norm.rms_norm(x, weight, 1e-5), filter.cuts(logits, heat, filters, requests, least=1e-5)
     for count in ROWS:
         assert torch.equal(norm.rms_norm(x[:count], weight, 1e-5), whole[:count])
-        assert torch.equal(sampling.running_sum(logits[:count]), sums[:count])
+        found = filter.cuts(logits[:count], heat, filters, requests[:count], least=1e-5)
+        assert found[0].equal(cut[:count])
+        assert found[1].equal(last[:count])

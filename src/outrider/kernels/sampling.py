@@ -31,23 +31,15 @@ def gumbel(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
 
 
-def running_sum(x: Tensor) -> Tensor:
-    """x [R, V] -> sums of each row up to each column. On a GPU torch adds up in an order that depends on R."""
-    if use_triton(x):
-        from outrider.kernels.gpu import sampling as gpu
-
-        return gpu.running_sum(x)
-    return x.cumsum(-1)
-
-
 def filter_logits(logits: Tensor, sampling: Sampling, rows: Tensor) -> Tensor:
     """top_k, then top_p, then min_p on scaled logits [R, V]; what falls out becomes -inf. The best token stays."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     ordered = ordered.masked_fill(rank >= sampling.top_k[rows, None], -torch.inf)
     probs = ordered.softmax(-1)
-    before = running_sum(probs) - probs  # mass of the better tokens
-    drop = (before >= sampling.top_p[rows, None]) | (probs < sampling.min_p[rows, None] * probs[:, :1])
+    before = probs.cumsum(-1) - probs  # mass of the better tokens
+    share = sampling.top_p[rows, None]
+    drop = ((before >= share) & (share < 1)) | (probs < sampling.min_p[rows, None] * probs[:, :1])
     drop[:, 0] = False
     return torch.full_like(logits, -torch.inf).scatter_(-1, order, ordered.masked_fill(drop, -torch.inf))
 
@@ -78,12 +70,13 @@ def choose(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, 
 
 
 def _choose_triton(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, ids: Tensor | None) -> Tensor:
+    from outrider.kernels.gpu import filter as gpu_filter
     from outrider.kernels.gpu import sampling as gpu
 
-    scaled = sampling.filtered and not sampling.greedy
-    if scaled:  # the best token stays, so that greedy rows find it too
-        heat = sampling.temperature[rows].clamp(min=GREEDY_TEMPERATURE)
-        logits = filter_logits(logits.float() / heat[:, None], sampling, rows)
+    cut = None
+    if sampling.filtered and not sampling.greedy:
+        filters = sampling.top_k, sampling.top_p, sampling.min_p
+        cut = gpu_filter.cuts(logits, sampling.temperature, filters, rows, least=GREEDY_TEMPERATURE)
     return gpu.choose(
         logits,
         sampling.temperature,
@@ -93,5 +86,5 @@ def _choose_triton(logits: Tensor, sampling: Sampling, rows: Tensor, positions: 
         ids,
         greedy=sampling.greedy,
         least=GREEDY_TEMPERATURE,
-        scaled=scaled,
+        cut=cut,
     )

@@ -22,9 +22,9 @@ def _mix(x):
 
 @triton.jit
 def _choose_block(
-    logits, temperature, seeds, requests, positions, ids, best, place, row_stride, width, num_blocks,
-    GREEDY: tl.constexpr, HAS_IDS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr, EARLY: tl.constexpr,
+    logits, temperature, seeds, requests, positions, ids, cut, last, best, place, row_stride, width, num_blocks,
+    GREEDY: tl.constexpr, HAS_IDS: tl.constexpr, HAS_CUT: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best column of a block of a row's logits, with noise unless the row is greedy."""
     if EARLY:
@@ -34,6 +34,9 @@ def _choose_block(
     column = block * BLOCK + tl.arange(0, BLOCK)
     fits = column < width
     value = tl.load(logits + row * row_stride + column, mask=fits, other=float("-inf")).to(tl.float32)
+    if HAS_CUT:
+        edge, end = tl.load(cut + row), tl.load(last + row)
+        value = tl.where((value > edge) | ((value == edge) & (column <= end)), value, float("-inf"))
     if not GREEDY:
         request = tl.load(requests + row)
         heat = tl.load(temperature + request)
@@ -50,7 +53,7 @@ def _choose_block(
             z = s * s
             series = 2 * s * (1 + z * (1.0 / 3 + z * (1.0 / 5 + z * (1.0 / 7 + z * (1.0 / 9)))))
             exponential = tl.where(uniform < 0.25, series, -tl.log(1 - uniform))
-            value = (value if SCALED else value / heat) - tl.log(exponential)
+            value = value / heat - tl.log(exponential)
     top = tl.max(value)
     first = tl.min(tl.where((value == top) & fits, column, 2147483647))
     tl.store(best + row * num_blocks + block, top)
@@ -81,10 +84,10 @@ def choose(
     *,
     greedy: bool,
     least: float,
-    scaled: bool = False,
+    cut: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The token of each row [R] of logits [R, V]; options by request [B]. At or under the temperature `least` a row is
-    greedy. `scaled`: the logits have been divided by the temperature."""
+    greedy. `cut`: where filters cut the rows off (filter.py)."""
     num_rows, width = logits.shape
     out = torch.empty(num_rows, dtype=torch.long, device=logits.device)
     if not num_rows:
@@ -93,37 +96,15 @@ def choose(
     best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     place = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
     table, early = out if ids is None else ids, launch.early(logits)
+    edge, end = (best, place) if cut is None else cut
     _choose_block[(num_rows, num_blocks)](
-        logits, temperature, seeds, requests, positions, table, best, place, logits.stride(0), width, num_blocks,
-        GREEDY=greedy, HAS_IDS=ids is not None, LEAST=least, BLOCK=BLOCK,
-        SCALED=scaled, EARLY=early, num_warps=8, **launch.options(early),
+        logits, temperature, seeds, requests, positions, table, edge, end, best, place, logits.stride(0), width,
+        num_blocks, GREEDY=greedy, HAS_IDS=ids is not None, HAS_CUT=cut is not None, LEAST=least, BLOCK=BLOCK,
+        EARLY=early, num_warps=8, **launch.options(early),
     )  # fmt: skip
     _choose_row[(num_rows,)](
         best, place, table, out, num_blocks,
         HAS_IDS=ids is not None, BLOCK=triton.next_power_of_2(num_blocks), EARLY=early, num_warps=1,
         **launch.options(early),
     )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _running_sum(x, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64) * width
-    before = tl.zeros((1,), dtype=tl.float32)
-    for begin in range(0, width, BLOCK):
-        column = begin + tl.arange(0, BLOCK)
-        value = tl.load(x + row + column, mask=column < width, other=0.0)
-        tl.store(out + row + column, tl.cumsum(value) + before, mask=column < width)
-        before += tl.sum(value)
-
-
-def running_sum(x: Tensor) -> Tensor:
-    """x [R, V] float32 -> sums of each row up to each column, block by block."""
-    x = x.contiguous()
-    out, early = torch.empty_like(x), launch.early(x)
-    if len(x):
-        _running_sum[(len(x),)](x, out, x.shape[1], BLOCK=1024, EARLY=early, num_warps=4, **launch.options(early))
     return out
