@@ -225,6 +225,7 @@ def test_filter(width: int, dtype: torch.dtype, coarse: bool) -> None:
     top_k = torch.randint(1, 60, (rows,), generator=generator)
     top_p, min_p = torch.rand(rows, generator=generator), 0.2 * torch.rand(rows, generator=generator)
     top_k[1::3], top_p[2::4], min_p[::2] = width, 1.0, 0.0  # off
+    top_k[8], top_p[8], min_p[8] = width, 1.0, 0.1  # min_p alone
     top_p[5] = 0.0
     temperature = 0.3 + torch.rand(rows, generator=generator)
     temperature[7] = 0.0

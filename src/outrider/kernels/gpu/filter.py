@@ -92,7 +92,7 @@ def _cut(
             high = tl.where(light & (low < high), middle, high)
             low = tl.where(light | (low >= high), low, middle + 1)
     key = low
-    value_at = _value(key.to(tl.int32), SHIFT)
+    value_at = tl.where(key == lowest, float("-inf"), _value(key.to(tl.int32), SHIFT))
     count, weight = _above(logits, width, key + 1, top, heat, SHIFT, BLOCK)
     equals = tl.where(key == kth, room, float("inf"))
     if share < 1:
