@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -106,6 +107,10 @@ class Continuous(Transformers):
     """Continuous batching, with its memory and its graphs kept from call to call."""
 
     name = "transformers-continuous"
+
+    def __init__(self, library: ModuleType, model: Any, max_len: int) -> None:
+        super().__init__(library, model, max_len)
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it would warn in every call
 
     @torch.no_grad()
     def answer(self, prompts: Prompts, max_tokens: int) -> Timing:
