@@ -117,3 +117,22 @@ def test_the_check_at_load_is_not_recorded() -> None:
         assert llm.engine.num_recorded_rounds == 0
         llm.generate("Once upon a time", GREEDY)
         assert llm.engine.num_recorded_rounds > 0
+
+
+@pytest.mark.parametrize("pages", [None, 5])
+def test_warm_up(pages: int | None, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """What comes first then finds its recording; nothing is left behind, and a small cache is large enough."""
+    settings = drafter_settings("eagle3", tmp_path, target_path, "llama")
+    options: dict[str, Any] = {"max_model_len": 48, "page_size": 8, "max_num_seqs": 3, "device": "cpu"}
+    with LLM(target_path(), settings, **options) as llm:
+        plain = answers(llm, GREEDY)
+        page_bytes = llm.budget.page_bytes
+    if pages is not None:
+        options |= {"kv_cache_memory": pages * page_bytes, "max_model_len": 16}
+    with LLM(target_path(), settings, **options) as llm:
+        llm.warm_up()
+        assert llm.engine.num_recordings == 2 * 3  # for one, two and three requests, greedy or not
+        assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.capacity
+        if pages is None:
+            assert answers(llm, GREEDY) == plain
+            assert llm.engine.num_recordings == 2 * 3

@@ -123,14 +123,15 @@ class Engine:
 
     def warm_up(self) -> None:
         """On a GPU: compiles kernels and records rounds, so that the first requests do not wait for it."""
-        if self.cache.carry.device.type != "cuda":
-            return
         if self._graphs is not None:
             with torch.inference_mode():
                 self._graphs.warm_up()
+        elif self.runner.device.type == "cpu":
+            return
+        limits, params = self.scheduler.limits, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        room = min(self.max_model_len, self.scheduler.pool.capacity * limits.page_size - 1 - self.lookahead) - 2
         for length in WARM_UP_LENGTHS:  # prompts are not recorded
-            params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-            request = Request(f"warm-up-{length}", [0] * min(length, self.max_model_len - 2), params, seed=0)
+            request = Request(f"warm-up-{length}", [0] * min(length, room), params, seed=0)
             self.add(request)
             while not request.finished:
                 self.step()
