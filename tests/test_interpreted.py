@@ -42,4 +42,4 @@ def test_models_on_interpreted_kernels(
         outputs = llm.generate([PROMPT], PARAMS)
         assert llm.engine.num_recorded_rounds > 0
     assert outputs[0].outputs[0].token_ids == plain
-    assert total_speculation(outputs).drafted > 0
+    assert total_speculation(outputs).accepted > 0

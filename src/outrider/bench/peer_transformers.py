@@ -140,9 +140,7 @@ class Continuous(Transformers):
         return Timing(seconds, first, max_tokens, tokens, steady=steady_rate(stamps))
 
     def close(self) -> None:
-        destroy = getattr(self.model, "destroy_cached_continuous_batching_manager", None)
-        if destroy is not None:
-            destroy()
+        self.model.destroy_cached_continuous_batching_manager()
         super().close()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from outrider.bench.interleave import tokens_per_second
 from outrider.bench.peer_transformers import Compiled, Continuous, Transformers
 from outrider.bench.peers import import_peer
 from outrider.bench.sides import Prompts, Timing
@@ -26,17 +27,13 @@ class PeerCost:
     @property
     def whole(self) -> float:
         """Tokens a second of all requests together, from the prompts to the last token."""
-        return statistics.median(whole_rate(timing) for timing in self.timings)
+        return statistics.median(tokens_per_second([timing]) for timing in self.timings)
 
     @property
     def steady(self) -> float | None:
         """The same while all of them decode."""
         rates = [timing.steady for timing in self.timings if timing.steady is not None]
         return statistics.median(rates) if rates else None
-
-
-def whole_rate(timing: Timing) -> float:
-    return sum(map(len, timing.tokens)) / timing.seconds
 
 
 def measure_peers(

@@ -150,9 +150,7 @@ class Engine:
         batch, cache = step.batch, self.cache
         hidden = self.target(batch, self.taps)
         logits = self.target.logits(hidden.last)
-        adjusted = logits
-        if step.sampling.adjusts:
-            adjusted = adjust(logits, step.sampling, batch, step.logit_rows.flatten(), step.state)
+        adjusted = adjust(logits, step.sampling, batch, step.logit_rows.flatten(), step.state)
         choice = choose(adjusted, step.sampling, batch.request, batch.indices + 1)
         hidden.carry = cache.carry[batch.slots] if self.taps else None
         verdict = bookkeeping.settle(step, self._pretended(choice.view_as(step.logit_rows), step))

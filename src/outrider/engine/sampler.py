@@ -72,6 +72,8 @@ def adjusts(request: Request) -> bool:
 
 def adjust(logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState) -> Tensor:
     """Bias, bars and penalties on logits [R, V] of batch rows `rows` [R]: row j is judged by tokens[: j + 1]."""
+    if not sampling.adjusts:
+        return logits
     request = batch.request[rows]
     logits = logits.float()
     if sampling.bias is not None:
@@ -106,6 +108,7 @@ def restrict(adjusted: Tensor, logits: Tensor, masks: Masks) -> Tensor:
     (an end token under min_tokens, say), they yield, and the target's own logits [R, V] count."""
     ids = torch.arange(logits.shape[-1], device=logits.device)
     forbidden = (masks.bits[:, ids // 32] >> (ids % 32)) & 1 == 0  # [G, V]
+    adjusted = adjusted.float()
     kept = adjusted[masks.rows].masked_fill(forbidden, -torch.inf)
     nothing = kept.amax(-1, keepdim=True) == -torch.inf
     own = logits[masks.rows].float().masked_fill(forbidden, -torch.inf)
