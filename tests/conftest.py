@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 import tiny
 from replay import record_on_a_cpu
 
+from outrider.engine import engine as engines
 from outrider.kernels import dispatch
 
 torch.set_num_threads(1)  # tiny models; the suite runs on several processes
@@ -41,6 +42,14 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     elif dispatch.native.library() is None:
         pytest.skip("no C compiler, so no native kernels")
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def steady_pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafters draft as much as they can, whatever it is worth: tests must not depend on how fast a machine is. Those
+    of the pace itself are marked."""
+    if request.node.get_closest_marker("adaptive") is None:
+        monkeypatch.setattr(engines, "is_adaptive", lambda settings: False)
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 5
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 8
-    force: bool = False  # use it even if it does not agree with the target at all
+    force: bool = False  # use it even if it does not agree with the target at all, and draft as much as possible
+    adaptive: bool = True  # draft as much as is worth it: rounds are timed, and what they bring is counted
     taps: tuple[int, ...] | None = None  # overrides what the checkpoint says: tap i is the state after i layers
     suffix_decoding_max_tree_depth: int = 24  # the longest match and its continuation together
     suffix_decoding_max_cached_requests: int = 10000  # earlier requests that are remembered; 0: the own text alone
@@ -78,8 +79,9 @@ class SpeculativeConfig:
         length = self.synthetic_acceptance_length
         if length is not None and not (isinstance(length, int | float) and 1 <= length <= 65):
             raise ValueError(f"synthetic_acceptance_length must be a number from 1 to 65, not {length!r}")
-        if not isinstance(self.force, bool):
-            raise ValueError(f"force must be true or false, not {self.force!r}")
+        for name in ("force", "adaptive"):
+            if not isinstance(vars(self)[name], bool):
+                raise ValueError(f"{name} must be true or false, not {vars(self)[name]!r}")
         if self.method is None and self.model is None:
             raise ValueError('speculative_config needs a "method" (e.g. ngram) or a "model" (a drafter checkpoint)')
 

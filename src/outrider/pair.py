@@ -12,6 +12,7 @@ import torch
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import Drafter
 from outrider.drafters.predicted import with_predictions
+from outrider.engine.cache import NUM_MISSABLE
 from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
 from outrider.engine.engine import Engine
 from outrider.engine.loader import Progress, build_drafter, build_target, building, lives_in_target, load_weights
@@ -133,9 +134,11 @@ def _stored_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def demand_of(target: Target, drafter: Drafter | None) -> Demand:
+    width = len(drafter.taps) * target.hidden_size if drafter is not None else 0
     return Demand(
         models=[target] if drafter is None else [target, drafter],
-        tap_width=len(drafter.taps) * drafter.num_carried * target.hidden_size if drafter is not None else 0,
+        tap_width=width * drafter.num_carried if drafter is not None else 0,
+        missable_width=width * NUM_MISSABLE,
         itemsize=next(target.parameters()).element_size(),
         lookahead=drafter.lookahead if drafter is not None else 0,
         model_max_len=target.max_len,

@@ -98,7 +98,8 @@ def test_settle_and_keep_taps(num_carried: int) -> None:
     assert hidden.carry is not None
     bookkeeping.keep_taps(steps[0], taps, hidden.carry, verdict, (ours.carry, ours.tails))
     wanted = verify(steps[1], choice)
-    theirs.commit(steps[1], hidden, wanted)
+    theirs.commit(steps[1], wanted)
+    theirs.keep_taps(steps[1], hidden, wanted)
     assert verdict.count.equal(wanted.count)
     assert verdict.kept.equal(wanted.kept)
     assert set(verdict.count.tolist()) > {0, 1}
@@ -119,7 +120,8 @@ def test_follow_and_shift(first_key: int, lag: int, back: int, extra: int) -> No
     verdict = verify(step, step.batch.input_ids.view(4, 4).roll(-1, dims=1))
     taps = torch.randn(16, TAPS, HIDDEN, device=DEVICE)
     hidden = Hidden(last=taps[:, 0], taps=taps, carry=cache.carry[step.batch.slots])
-    cache.commit(step, hidden, verdict)
+    cache.commit(step, verdict)
+    cache.keep_taps(step, hidden, verdict)
     wanted = base.extend(step, first_key, lag, back=back, extra=extra)
     found = bookkeeping.follow(step, first_key, lag, back, extra)
     for name, batch_name in (("query_start",) * 2, ("request",) * 2, ("indices",) * 2, ("positions",) * 2):
@@ -141,7 +143,7 @@ def test_note(drafts: bool) -> None:
     step = make_step(ours)
     choice = step.batch.input_ids.view(4, 4).roll(-1, dims=1)
     verdict = bookkeeping.settle(step, choice)
-    theirs.commit(make_step(theirs), Hidden(choice, torch.zeros(16, TAPS, HIDDEN, device=DEVICE)), verdict)
+    theirs.commit(make_step(theirs), verdict)
     made = Draft(torch.arange(20, device=DEVICE).view(4, 5), torch.tensor([5, 0, 3, 0], device=DEVICE))
     table = bookkeeping.note(step, verdict, made.tokens if drafts else None, made.count if drafts else None)
     count = made.count if drafts else torch.zeros_like(made.count)

@@ -106,7 +106,7 @@ class Pilot:
             after = text[length : length + choice.shape[1]] if work.emits else []
             choice[row, : len(after)] = torch.tensor(after, dtype=torch.long)
         verdict = verify(step, choice)
-        self.cache.commit(step, hidden, verdict)
+        self.cache.commit(step, verdict)
         logits = self.target.logits(hidden.last)
         tokens, counts = torch.zeros(len(plan), LOOKAHEAD, dtype=torch.long), torch.zeros(len(plan), dtype=torch.long)
         for row, work in enumerate(plan):

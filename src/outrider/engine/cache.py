@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from outrider.layers.cached import CachedLayer, RecurrentLayer, cached_layers, recurrent_layers
 from outrider.types import NULL_PAGE, CacheSpec, Draft, Hidden, Images, Latent, SlotState, Step, Verdict
 
+NUM_MISSABLE = 32  # rows of a request that a drafter may miss before it must be shown them
+
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -24,6 +26,7 @@ class CacheShape:
     lookahead: int = 0  # draft tokens per round at most
     num_axes: int = 1  # of rotary positions: 3 for M-RoPE
     num_carried: int = 1  # rows whose taps the drafter wants to see again in the next round
+    num_missable: int = 0  # rows whose taps can be kept for a drafter that rests
 
     @property
     def num_tails(self) -> int:
@@ -40,9 +43,9 @@ def bytes_per_page(layers: Sequence[CachedLayer], page_size: int, tap_width: int
     return sum(layer.spec.bytes_per_token(itemsize) for layer in layers) * page_size + tap_width * itemsize
 
 
-def bytes_per_slot(layers: Sequence[RecurrentLayer], lookahead: int) -> int:
-    """Memory of one slot's recurrent states: one after every row that may be the last."""
-    return sum(layer.spec.bytes_per_state for layer in layers) * (lookahead + 1)
+def bytes_per_slot(layers: Sequence[RecurrentLayer], lookahead: int, missable_bytes: int) -> int:
+    """Memory of one slot: recurrent states after every row that may be the last, and taps for a drafter that rests."""
+    return sum(layer.spec.bytes_per_state for layer in layers) * (lookahead + 1) + missable_bytes
 
 
 class Cache:
@@ -70,6 +73,8 @@ class Cache:
         tap_shape = (shape.num_taps, shape.hidden_size)
         self.carry = torch.zeros(shape.num_slots, shape.num_carried, *tap_shape, dtype=dtype, device=device)
         self.tails = torch.zeros(shape.num_pages, shape.num_tails, *tap_shape, dtype=dtype, device=device)
+        # taps of what a resting drafter misses: those of cache index i in place i % num_missable
+        self._missed = torch.zeros(shape.num_slots, shape.num_missable, *tap_shape, dtype=dtype, device=device)
         for layer in self.layers:
             layer.bind(*self._pages(layer.spec, device, dtype))
         entries = (shape.num_slots, shape.lookahead + 1)
@@ -145,8 +150,8 @@ class Cache:
             slot, place, page = torch.tensor(places, dtype=torch.long).to(self.page_table.device).unbind(1)
             self.page_table[slot, place] = page.int()
 
-    def commit(self, step: Step, hidden: Hidden, verdict: Verdict) -> None:
-        """Tokens are appended, lengths move, and the taps that later rounds need are kept. No host decision."""
+    def commit(self, step: Step, verdict: Verdict) -> None:
+        """Tokens are appended, lengths move. No host decision."""
         state, slots = self.state, step.batch.slots
         lengths = state.lengths[slots]
         column = torch.arange(verdict.tokens.shape[1], device=slots.device)
@@ -155,10 +160,11 @@ class Cache:
         state.lengths[slots] = lengths + verdict.count
         state.computed[slots] = step.starts + verdict.kept
         state.kept_state[slots] = verdict.kept - (step.num_rows - step.num_drafts)
-        if self.shape.num_taps:
-            self._keep_taps(step, hidden, verdict)
 
-    def _keep_taps(self, step: Step, hidden: Hidden, verdict: Verdict) -> None:
+    def keep_taps(self, step: Step, hidden: Hidden, verdict: Verdict) -> None:
+        """Those that later rounds need: of the last kept rows, and of the last rows of pages."""
+        if not self.shape.num_taps:
+            return
         batch, count = step.batch, self.shape.num_carried
         carry = self.carry[batch.slots]
         first = batch.query_start[:-1].long()
@@ -177,6 +183,19 @@ class Cache:
         row = torch.arange(len(batch.request), device=first.device) - first[batch.request]
         tails = upto(batch.request, row, self.shape.num_tails)
         self.tails[torch.where(ends_page & kept, page, NULL_PAGE)] = tails
+
+    def miss(self, step: Step, hidden: Hidden) -> None:
+        """The drafter does not see this step: its taps are kept instead."""
+        if self.shape.num_taps:
+            batch = step.batch
+            self._missed[batch.slots[batch.request], batch.indices % self.shape.num_missable] = hidden.taps
+
+    def missed(self, step: Step) -> Hidden:
+        """What the target computed in rows that the drafter has missed, as far as drafters look at it."""
+        batch = step.batch
+        taps = self._missed[batch.slots[batch.request], batch.indices % self.shape.num_missable]
+        last = taps.new_zeros(len(taps), self.shape.hidden_size)
+        return Hidden(last, taps, self.carry[batch.slots])
 
     def keep_draft(self, slots: Tensor, draft: Draft) -> None:
         """The draft stands right after the committed tokens: the next round packs both with one gather."""

@@ -3,20 +3,23 @@ One step is one round of every running request."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import Drafter
-from outrider.engine.cache import Cache, CacheShape
+from outrider.engine.cache import NUM_MISSABLE, Cache, CacheShape
 from outrider.engine.grammar import Grammars, Guide
 from outrider.engine.graphs import MAX_FLYING, Flight, Graphs
-from outrider.engine.logprobs import logprob_table
+from outrider.engine.logprobs import add_prompt_logprobs, logprob_table
 from outrider.engine.memory import Budget
+from outrider.engine.pace import Pace
 from outrider.engine.pages import PagePool
 from outrider.engine.request import Outcome, Request
+from outrider.engine.rest import catch_up, is_behind, rests
 from outrider.engine.runner import Runner
 from outrider.engine.sampler import Masks, adjust, sample
 from outrider.engine.scheduler import Limits, Scheduler, Work
@@ -60,6 +63,7 @@ class Engine:
             lookahead=self.lookahead,
             num_axes=target.num_position_axes,
             num_carried=drafter.num_carried if drafter is not None else 1,
+            num_missable=NUM_MISSABLE,
         )
         models = [target] if drafter is None else [target, drafter]
         self.cache = Cache(shape, models, config.torch_device, dtype)
@@ -76,11 +80,12 @@ class Engine:
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages))
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = _watchdog(config, drafter)
+        self.pace = Pace(self.lookahead) if is_adaptive(config.speculative) and self.lookahead else None
         settings = config.speculative
         self._pretence = settings.synthetic_acceptance_length if settings is not None else None
         self._graphs: Graphs | None = None
         if records(config) and self._is_recordable:
-            self._graphs = Graphs(self.runner, self._recorded_round, config.max_num_seqs, self.lookahead)
+            self._graphs = Graphs(self.runner, self._recorded_round, config.max_num_seqs)
 
     def guide(self, guided: Guided, prompt: Sequence[int] = ()) -> Guide:
         """What a guided request needs; a ValueError where it asks for what cannot be had."""
@@ -103,29 +108,37 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """One round; returns the requests that have something new."""
-        if self._graphs is not None and self._is_recordable:
-            flight = self._graphs.fly(self.scheduler.steady, self._place_pages)
-            if flight is not None:
-                return self._land(flight)
+        flight = self._fly()
+        if flight is not None:
+            return self._land(flight)
         plan = self.scheduler.next()
         if not plan:
             return []
+        begin = time.perf_counter()
         self._place(plan)
-        step = self.runner.pack(plan, self._depth(plan))
+        depth = self._depth([work.request for work in plan if work.emits])
+        resting = self.drafter is not None and rests(self.drafter, self.cache, plan, depth)
+        if self.drafter is not None and not resting:
+            catch_up(self.drafter, self.cache, self.runner, [work.request for work in plan])
+        step = self.runner.pack(plan, depth)
         hidden = self.target(step.batch, self.taps)
         logits, choice = self._choose(plan, step, hidden)
         verdict = verify(step, self._pretended(choice, step))
         hidden.carry = self.cache.carry[step.batch.slots]
-        self.cache.commit(step, hidden, verdict)
-        draft = self._draft(step, hidden, verdict)
-        self._prompt_logprobs(plan, step, hidden)
-        return self._update(plan, verdict, draft, logits)
+        self.cache.commit(step, verdict)
+        draft = self._draft(step, hidden, verdict, resting=resting)
+        add_prompt_logprobs(plan, hidden, self.target, self.tokenizer)
+        accepted = self._update(plan, verdict, draft, logits, missed=resting and self._follows)
+        if self.pace is not None and all(work.is_round for work in plan):
+            self.pace.note(accepted, depth, begin, time.perf_counter())
+        self._heal(plan)
+        return [work.request for work in plan if work.emits]
 
     def warm_up(self) -> None:
         """On a GPU: compiles kernels and records rounds, so that the first requests do not wait for it."""
         if self._graphs is not None:
             with torch.inference_mode():
-                self._graphs.warm_up()
+                self._graphs.warm_up((self.lookahead,) if self.pace is None else self.pace.depths)
         elif self.runner.device.type == "cpu":
             return
         limits, params = self.scheduler.limits, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
@@ -152,12 +165,13 @@ class Engine:
         logits = self.target.logits(hidden.last)
         adjusted = adjust(logits, step.sampling, batch, step.logit_rows.flatten(), step.state)
         choice = choose(adjusted, step.sampling, batch.request, batch.indices + 1)
-        hidden.carry = cache.carry[batch.slots] if self.taps else None
         verdict = bookkeeping.settle(step, self._pretended(choice.view_as(step.logit_rows), step))
-        if hidden.carry is not None:
-            bookkeeping.keep_taps(step, hidden.taps, hidden.carry, verdict, (cache.carry, cache.tails))
-        if self.drafter is None:
+        if self.drafter is None or not step.depth:  # there is no drafter, or it rests
+            cache.miss(step, hidden)
             return bookkeeping.note(step, verdict, None, None), logits
+        if self.taps:
+            hidden.carry = cache.carry[batch.slots]
+            bookkeeping.keep_taps(step, hidden.taps, hidden.carry, verdict, (cache.carry, cache.tails))
         draft = self.drafter.propose(step, hidden, verdict)
         return bookkeeping.note(step, verdict, draft.tokens, draft.count), logits
 
@@ -177,12 +191,36 @@ class Engine:
         """Device time of the last recorded round, replayed back to back: a measurement that spoils the requests."""
         return None if self._graphs is None else self._graphs.replay_ms(count)
 
+    def _fly(self) -> Flight | None:
+        """The next recorded round that lands, if there is one."""
+        if self._graphs is None or not self._is_recordable:
+            return None
+        flight = self._graphs.fly(self._steady, self._place_pages)
+        if flight is not None or self.drafter is None:
+            return flight
+        requests = self.scheduler.steady(0)
+        if not is_behind(self.drafter, self.cache, requests, self._depth(requests), 1):
+            return None
+        catch_up(self.drafter, self.cache, self.runner, requests)
+        return self._graphs.fly(self._steady, self._place_pages)
+
+    def _steady(self, num_ahead: int) -> tuple[list[Request], int]:
+        """See Graphs.fly(). A drafter that has missed too much must see it first."""
+        requests = self.scheduler.steady(num_ahead)
+        depth = self._depth(requests)
+        behind = self.drafter is not None and is_behind(self.drafter, self.cache, requests, depth, num_ahead + 1)
+        return ([], 0) if behind else (requests, depth)
+
     def _land(self, flight: Flight) -> list[Request]:
         """The outcome of a recorded round reaches the requests that are still there."""
         landed: list[Work] = []
+        accepted: list[int] = []
+        end, missed = flight.wait(), flight.num_drafts == 0 and self._follows
         for request, num_valid, outcome, logits in flight.outcomes():
             landed.append(Work(request, request.num_computed, 1 + num_valid, num_valid, emits=True))
-            self._settle(landed[-1], outcome, logits)
+            accepted.append(self._settle(landed[-1], outcome, logits, missed=missed))
+        if self.pace is not None:
+            self.pace.note(accepted, flight.num_drafts, flight.took_off, end)
         self._heal(landed)
         return [work.request for work in landed]
 
@@ -208,10 +246,19 @@ class Engine:
             request.num_placed = len(request.pages)
         self.cache.place_pages(places)
 
-    def _depth(self, plan: Sequence[Work]) -> int:
-        """How many tokens to draft: as many as the request that wants most, none while nobody is decoding."""
-        wanted = [work.request.most_drafts() for work in plan if work.emits]
-        return max((self.lookahead if want is None else min(want, self.lookahead) for want in wanted), default=0)
+    def _depth(self, requests: Sequence[Request]) -> int:
+        """How many tokens to draft: as many as the request that wants most, and as are worth it. A prediction is always
+        worth a try."""
+        most = self.lookahead
+        if self.pace is not None and requests and not any(request.prediction is not None for request in requests):
+            most = self.pace.depth(len(requests))
+        wanted = [request.most_drafts() for request in requests]
+        return max((most if want is None else min(want, most) for want in wanted), default=0)
+
+    @property
+    def _follows(self) -> bool:
+        """Whether there is a drafter that must see all of the text."""
+        return self.drafter is not None and not self.drafter.from_text
 
     def _choose(self, plan: Sequence[Work], step: Step, hidden: Hidden) -> tuple[Tensor | None, Tensor]:
         if not any(work.emits for work in plan):  # prompt chunks only: nothing is judged
@@ -234,7 +281,11 @@ class Engine:
                 bits.append(mask)
         return Masks(torch.tensor(rows, device=device), torch.stack(bits).to(device)) if rows else None
 
-    def _draft(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft | None:
+    def _draft(self, step: Step, hidden: Hidden, verdict: Verdict, *, resting: bool) -> Draft | None:
+        if resting:
+            self.cache.miss(step, hidden)
+            return None
+        self.cache.keep_taps(step, hidden, verdict)
         predictions = any(prediction is not None for prediction in step.predictions)
         drafter = self.predicting if predictions else self.drafter
         if drafter is None:
@@ -244,9 +295,11 @@ class Engine:
         return draft
 
     def _update(
-        self, plan: Sequence[Work], verdict: Verdict, draft: Draft | None, logits: Tensor | None
-    ) -> list[Request]:
-        """The step's one copy to the host; then tokens are committed one at a time."""
+        self, plan: Sequence[Work], verdict: Verdict, draft: Draft | None, logits: Tensor | None, *, missed: bool
+    ) -> list[int]:
+        """The step's one copy to the host; then tokens are committed one at a time. How many drafts each request
+        accepted."""
+        accepted = []
         columns = [verdict.count[:, None], verdict.kept[:, None], verdict.tokens]
         if draft is not None:
             columns = [draft.count[:, None], *columns, draft.tokens]
@@ -261,22 +314,22 @@ class Engine:
             tokens, drafted = row[3 : 3 + count], row[3 + judged :][:num_drafts]
             judged_logits = logits.view(len(plan), judged, -1)[number] if logits is not None else None
             outcome = Outcome(tokens, kept, drafted, predicted is not None and bool(row[-1]))
-            self._settle(work, outcome, judged_logits)
-        self._heal(plan)
-        return [work.request for work in plan if work.emits]
+            accepted.append(self._settle(work, outcome, judged_logits, missed=missed))
+        return accepted
 
-    def _settle(self, work: Work, outcome: Outcome, logits: Tensor | None) -> None:
-        """What a round brought reaches its request; logits [J, V] of the judged rows."""
+    def _settle(self, work: Work, outcome: Outcome, logits: Tensor | None, *, missed: bool) -> int:
+        """What a round brought reaches its request; logits [J, V] of the judged rows. How many drafts were accepted."""
         request, tokens = work.request, outcome.tokens
         taken = self._commit(work, tokens)
         if request.params.logprobs is not None and taken:
             assert logits is not None
             request.logprobs += logprob_table(logits[:taken], tokens[:taken], request.params.logprobs, self.tokenizer)
         request.draft_is_predicted = outcome.predicted
-        self.scheduler.update(request, outcome.kept, len(outcome.draft))
+        self.scheduler.update(request, outcome.kept, len(outcome.draft), missed=missed)
         if request.finished:
             self._learn(request)
         request.draft = outcome.draft
+        return len(tokens) - 1
 
     def _learn(self, request: Request) -> None:
         if self.drafter is not None and request.num_outputs:
@@ -317,23 +370,12 @@ class Engine:
                 work.request.standing.needs_rebuild = False
                 self.scheduler.restart(work.request)
 
-    def _prompt_logprobs(self, plan: Sequence[Work], step: Step, hidden: Hidden) -> None:
-        """Log-probabilities of prompt tokens, for the rows of those requests that asked."""
-        begin = 0
-        for work in plan:
-            request, wanted = work.request, work.request.params.prompt_logprobs
-            done = len(request.prompt_logprobs)
-            if wanted is not None and done < len(request.prompt):
-                if not done:
-                    request.prompt_logprobs.append(None)  # nothing comes before the first token
-                    done = 1
-                known = request.prompt[done : work.start + work.num_rows + 1]
-                first = begin + done - 1 - work.start
-                rows = hidden.last[first : first + len(known)]
-                for part in range(0, len(known), 64):  # logits of a whole prompt at once would be large
-                    logits = self.target.logits(rows[part : part + 64])
-                    request.prompt_logprobs += logprob_table(logits, known[part : part + 64], wanted, self.tokenizer)
-            begin += work.num_rows
+
+def is_adaptive(settings: SpeculativeConfig | None) -> bool:
+    """Whoever forces a drafter, or makes its acceptance up, wants to see all of its drafts."""
+    if settings is None or settings.force or settings.synthetic_acceptance_length is not None:
+        return False
+    return settings.adaptive
 
 
 def records(config: EngineConfig) -> bool:

@@ -3,6 +3,8 @@ replayed. The host learns the outcome while the next round is under way. Knows n
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,8 @@ from outrider.types import Step
 MAX_FLYING = 2  # rounds under way: one runs, the next is already queued
 SEATS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
-Steady = Callable[[int], list[Request]]  # who goes on decoding while so many rounds are under way; nobody: none
+# who goes on decoding while so many rounds are under way, with how many drafts each; nobody: none
+Steady = Callable[[int], tuple[list[Request], int]]
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Flight:
 
     requests: list[Request]
     num_drafts: int
+    took_off: float  # when, in seconds
     table: Tensor  # pinned memory; good once `landed` has happened
     logits: Tensor
     landed: torch.cuda.Event
@@ -51,10 +55,14 @@ class Flight:
         way."""
         return [request if request.status is Status.RUNNING else None for request in self.requests]
 
-    def outcomes(self) -> Iterator[tuple[Request, int, Outcome, Tensor]]:
-        """Waits for them. Of each request that is still there: how many drafts were judged, what the round brought, and
-        the logits [J, V] of the judged rows."""
+    def wait(self) -> float:
+        """Until it has landed; says when that was."""
         self.landed.synchronize()
+        return time.perf_counter()
+
+    def outcomes(self) -> Iterator[tuple[Request, int, Outcome, Tensor]]:
+        """Once it has landed. Of each request that is still there: how many drafts were judged, what the round brought,
+        and the logits [J, V] of the judged rows."""
         judged = 1 + self.num_drafts
         logits = self.logits.view(-1, judged, self.logits.shape[-1])
         for number, (request, row) in enumerate(zip(self.passengers, self.table.tolist(), strict=False)):
@@ -67,11 +75,8 @@ class Flight:
 class Graphs:
     """`run` does a round and gives the table of what the host must know [B, ...] and the logits [B * J, V]."""
 
-    def __init__(
-        self, runner: Runner, run: Callable[[Step], tuple[Tensor, Tensor]], max_num_seats: int, lookahead: int
-    ) -> None:
+    def __init__(self, runner: Runner, run: Callable[[Step], tuple[Tensor, Tensor]], max_num_seats: int) -> None:
         self._runner, self._run = runner, run
-        self._lookahead = lookahead
         self._sizes = sorted({size for size in SEATS if size < max_num_seats} | {max_num_seats})
         self._nobody = runner.cache.shape.num_slots - 1
         self._recordings: dict[Kind, Recording] = {}
@@ -85,13 +90,15 @@ class Graphs:
         """The next round that lands, None if there is none. Before, rounds are queued on the device as long as the same
         requests go on decoding: outcomes are not waited for."""
         while len(self._flying) < MAX_FLYING:
-            requests = steady(len(self._flying))
+            requests, depth = steady(len(self._flying))
             if not requests or not self._can_run(requests):
                 break
+            if self._flying and (depth == 0) != (self._flying[-1].num_drafts == 0):
+                break  # between, a drafter that has rested is shown what it has missed
             if self._flying and any(request.params.logprobs is not None for request in requests):
                 break  # the logits of a round last until the next begins
             prepare(requests)
-            self._flying.append(self._launch(requests))
+            self._flying.append(self._launch(requests, depth))
         while self._flying:
             flight = self._flying.popleft()
             self._pinned[tuple(flight.table.shape)].append(flight.table)  # it is read before the next one takes off
@@ -103,13 +110,13 @@ class Graphs:
         """Whether these requests' options can be recorded: what the host must decide in every round cannot."""
         return len(requests) <= self._sizes[-1] and all(map(fits, requests))
 
-    def _launch(self, requests: list[Request]) -> Flight:
-        allowed = [self._allowed(request) for request in requests]
+    def _launch(self, requests: list[Request], depth: int) -> Flight:
+        allowed = [self._allowed(request, depth) for request in requests]
         params = [request.params for request in requests]
         names = tuple((request.request_id, request.slot, most) for request, most in zip(requests, allowed, strict=True))
         kind = Kind(
             num_seats=next(size for size in self._sizes if size >= len(requests)),
-            num_drafts=self._lookahead if any(allowed) else 0,
+            num_drafts=depth,
             greedy=all(map(is_greedy, params)),
             filtered=any(map(is_filtered, params)),
             adjusted=any(map(adjusts, requests)),
@@ -128,7 +135,7 @@ class Graphs:
         pinned.copy_(recording.table, non_blocking=True)
         landed = torch.cuda.Event()
         landed.record()
-        return Flight(requests, kind.num_drafts, pinned, recording.logits, landed)
+        return Flight(requests, depth, time.perf_counter(), pinned, recording.logits, landed)
 
     @property
     def num_recordings(self) -> int:
@@ -147,9 +154,9 @@ class Graphs:
         end.synchronize()
         return begin.elapsed_time(end) / count
 
-    def _allowed(self, request: Request) -> int:
+    def _allowed(self, request: Request, depth: int) -> int:
         wanted = request.most_drafts()
-        return self._lookahead if wanted is None else min(wanted, self._lookahead)
+        return depth if wanted is None else min(wanted, depth)
 
     def _record(self, kind: Kind) -> Recording:
         """First run with nobody seated, so that kernels are compiled and nothing is changed, then record."""
@@ -168,11 +175,11 @@ class Graphs:
         self._pool = self._pool or graph.pool()
         return Recording(graph, seats, table, logits)
 
-    def warm_up(self) -> None:
-        """Records the usual kinds beforehand, which also compiles their kernels."""
+    def warm_up(self, depths: Sequence[int]) -> None:
+        """Records the usual kinds beforehand, with so many drafts, which also compiles their kernels."""
         for size in reversed(self._sizes):  # the largest first: the others find its memory
-            for greedy in (True, False):
-                kind = Kind(size, self._lookahead, greedy=greedy, filtered=False, adjusted=False)
+            for greedy, depth in itertools.product((True, False), sorted(depths, reverse=True)):
+                kind = Kind(size, depth, greedy=greedy, filtered=False, adjusted=False)
                 if kind not in self._recordings:
                     self._recordings[kind] = self._record(kind)
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from outrider.engine.request import Logprob
+from outrider.engine.scheduler import Work
+from outrider.models.base import Target
 from outrider.tokenizer import Tokenizer
+from outrider.types import Hidden
+
+MANY = 64  # rows: the logits of a whole prompt at once would be large
 
 
 def logprob_table(
@@ -26,6 +33,25 @@ def logprob_table(
             entries.setdefault(top, Logprob(value, rank, _text(tokenizer, top)))
         rows.append(entries)
     return rows
+
+
+def add_prompt_logprobs(plan: Sequence[Work], hidden: Hidden, target: Target, tokenizer: Tokenizer | None) -> None:
+    """Those of prompt tokens, for the rows of a step whose requests asked."""
+    begin = 0
+    for work in plan:
+        request, wanted = work.request, work.request.params.prompt_logprobs
+        done = len(request.prompt_logprobs)
+        if wanted is not None and done < len(request.prompt):
+            if not done:
+                request.prompt_logprobs.append(None)  # nothing comes before the first token
+                done = 1
+            known = request.prompt[done : work.start + work.num_rows + 1]
+            first = begin + done - 1 - work.start
+            rows = hidden.last[first : first + len(known)]
+            for part in range(0, len(known), MANY):
+                logits = target.logits(rows[part : part + MANY])
+                request.prompt_logprobs += logprob_table(logits, known[part : part + MANY], wanted, tokenizer)
+        begin += work.num_rows
 
 
 def _text(tokenizer: Tokenizer | None, token: int) -> str:

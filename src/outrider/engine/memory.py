@@ -24,7 +24,7 @@ class Budget:
     page_bytes: int
     num_pages: int
     max_model_len: int
-    state_bytes: int = 0  # recurrent states of all slots
+    state_bytes: int = 0  # of all slots: recurrent states, taps for a drafter that rests
 
     @property
     def cache_bytes(self) -> int:
@@ -42,14 +42,15 @@ class Demand:
     """What will be asked of the memory."""
 
     models: Sequence[nn.Module]
-    tap_width: int
+    tap_width: int  # of what a page keeps
+    missable_width: int  # of what a slot keeps for a drafter that rests
     itemsize: int
     lookahead: int
     model_max_len: int
 
     def slot_bytes(self) -> int:
         layers = [layer for model in self.models for layer in recurrent_layers(model)]
-        return bytes_per_slot(layers, self.lookahead)
+        return bytes_per_slot(layers, self.lookahead, self.missable_width * self.itemsize)
 
     def page_bytes(self, page_size: int) -> int:
         layers = [layer for model in self.models for layer in cached_layers(model)]
@@ -75,7 +76,7 @@ def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int) -> Budg
         raise ValueError(
             f"the weights of target and drafter need {gib(weight_bytes)} and the cache at least "
             f"{gib(config.kv_cache_memory or page_bytes)}, but {gib(max(free, 0))} are free on {config.torch_device}"
-            + (f" beside {gib(state_bytes)} of recurrent states: lower max_num_seqs" if state_bytes else "")
+            + (f" beside {gib(state_bytes)} for the states of requests: lower max_num_seqs" if state_bytes else "")
         )
     longest = config.max_model_len or demand.model_max_len
 

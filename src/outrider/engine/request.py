@@ -87,6 +87,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     page_names: list[bytes] = field(default_factory=list)
     num_computed: int = 0
+    num_missed: int = 0  # the last of them that the drafter has not seen yet
     num_cached: int = 0  # prompt tokens found in the cache at first admission
     num_placed: int = 0  # pages that the device's page table knows
     num_drafts: int = 0  # draft tokens waiting to be verified

@@ -30,14 +30,12 @@ class Runner:
 
     def pack(self, plan: Sequence[Work], depth: int) -> Step:
         cache, state, page_size = self.cache, self.cache.state, self.cache.shape.page_size
-        slots = self._tensor([work.request.slot for work in plan])
-        num_rows = self._tensor([work.num_rows for work in plan])
-        num_drafts = self._tensor([work.num_drafts for work in plan])
+        numbers = [(work.request.slot, work.start, work.num_rows, work.num_drafts) for work in plan]
+        slots, starts, num_rows, num_drafts = self._tensor(list(zip(*numbers, strict=True)))
         query_start = torch.zeros(len(plan) + 1, dtype=torch.long, device=self.device)
         torch.cumsum(num_rows, 0, out=query_start[1:])
         total = sum(work.num_rows for work in plan)
         request = torch.repeat_interleave(num_rows, output_size=total)
-        starts = state.computed[slots]
         indices = starts[request] + torch.arange(total, device=self.device) - query_start[request]
         page_table = cache.page_table[slots]
         images = any(work.request.has_images_after(work.start) for work in plan)
@@ -116,8 +114,9 @@ class Runner:
     def _turns(self, seats: Seats, indices: Tensor) -> Tensor:
         return self.cache.state.positions_at(seats.slots[seats.layout.request], indices)
 
-    def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self.device)
+    def _tensor(self, columns: list[tuple[int, ...]]) -> tuple[Tensor, ...]:
+        """All of them in one copy."""
+        return torch.tensor(columns, dtype=torch.long, device=self.device).unbind()
 
     def _sampling_of(self, plan: Sequence[Work]) -> Sampling:
         """Options never change while a request lives, so the tensors are rebuilt only when the company does."""

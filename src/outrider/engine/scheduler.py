@@ -30,6 +30,11 @@ class Work:
     num_drafts: int  # the last rows, after the token that is certain
     emits: bool  # the rows reach the last known token
 
+    @property
+    def is_round(self) -> bool:
+        """Its request decodes: one token that is certain, then drafts."""
+        return self.emits and self.num_rows == 1 + self.num_drafts
+
 
 @dataclass
 class PrefixStats:
@@ -196,9 +201,13 @@ class Scheduler:
 
     # after the step
 
-    def update(self, request: Request, num_kept: int, num_drafts: int) -> None:
-        """The step is over for this request: `num_kept` more rows are in the cache, a new draft is waiting."""
-        request.num_computed = min(request.num_computed + num_kept, len(request.tokens))
+    def update(self, request: Request, num_kept: int, num_drafts: int, *, missed: bool = False) -> None:
+        """The step is over for this request: `num_kept` more rows are in the cache, a new draft is waiting.
+        `missed`: the drafter has not seen these rows."""
+        before = request.num_computed
+        request.num_computed = min(before + num_kept, len(request.tokens))
+        if missed:
+            request.num_missed += request.num_computed - before
         if request.finished:
             self._retire(request)
             return
@@ -208,10 +217,12 @@ class Scheduler:
             self._name_pages(request)
 
     def _name_pages(self, request: Request) -> None:
+        """Pages that target and drafter have filled can be found by other requests."""
         size, known = self.limits.page_size, len(request.page_names)
-        if request.num_computed // size <= known:
+        num_full = (request.num_computed - request.num_missed) // size
+        if num_full <= known:
             return
-        full = request.named_tokens[: request.num_computed // size * size]
+        full = request.named_tokens[: num_full * size]
         parent = request.page_names[-1] if known else root_of(request.params.tenant)
         names = page_hashes(full, size, known, parent)
         for page, name in zip(request.pages[known:], names, strict=False):
@@ -229,7 +240,7 @@ class Scheduler:
         self.pool.release(request.pages)
         self._free_slots.append(request.slot)
         request.pages, request.page_names, request.slot = [], [], -1
-        request.num_computed = request.num_drafts = 0
+        request.num_computed = request.num_missed = request.num_drafts = 0
 
     def _pages_for(self, length: int) -> int:
         """Pages for `length` rows, the token that follows them, and a draft after that."""

@@ -1,0 +1,158 @@
+"""How many tokens to draft, down to none. What rounds take is timed, what they bring is counted, and the depth with the
+most tokens a second is taken. No output depends on it: only how soon it comes."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # upper ends: batches that cost about the same
+WINDOW = 48  # rounds that averages look back on
+FIRST = 8  # rounds at a new size before another depth is tried
+TRIAL = 5  # rounds of a trial; the first ones may still pay for the change
+MARGIN = 1.03  # a depth must be so much better than the one that is in use
+REVIEW = 4  # rounds between decisions
+PRICE = 0.01  # share of the time that trials may cost of which nothing new is expected
+FADED = 4  # rounds that what is known counts as much as, when it is tried again
+OUTLIER = 2.0  # a round that takes so many times as long was disturbed
+
+
+@dataclass
+class Average:
+    """Of the last rounds."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.value += (value - self.value) / min(self.count, WINDOW)
+
+    def fade(self) -> None:
+        """It may be out of date."""
+        self.count = min(self.count, FADED)
+
+
+@dataclass
+class Size:
+    """What is known of batches of about the same size."""
+
+    depth: int  # in use
+    seconds: dict[int, Average] = field(default_factory=dict)  # a round takes, by depth
+    trial: int | None = None  # the depth that is tried now
+    num_left: int = 0  # rounds of the trial
+    num_rounds: int = 0  # since the last trial
+    num_trials: int = 0
+
+
+class Pace:
+    def __init__(self, lookahead: int) -> None:
+        self.depths = depths_up_to(lookahead)
+        self._tokens = {depth: Average() for depth in self.depths}  # that a round brings a request, by depth
+        self._sizes: dict[int, Size] = {}
+        self._latest: Size | None = None
+        self._before = (0, 0, 0.0)  # of the round before: requests, depth, when it ended
+
+    def depth(self, num_requests: int) -> int:
+        """How many tokens to draft for each of so many requests."""
+        size = self._size(num_requests)
+        return size.depth if size.trial is None else size.trial
+
+    def note(self, accepted: Sequence[int], depth: int, begin: float, end: float) -> None:
+        """A round is over: how many drafts of each request were accepted, how many new ones were made at most, and when
+        it began and ended, in seconds. Rounds may overlap."""
+        if not accepted:
+            return
+        before, self._before = self._before, (len(accepted), depth, end)
+        size = self._size(len(accepted))
+        if before[:2] == self._before[:2] and depth in self._tokens:  # else it has judged more drafts, or fewer
+            self._learn(size, depth, accepted, end - max(begin, before[2]))
+        if size.trial is None:
+            size.num_rounds += 1
+            if size.num_rounds % REVIEW == 0:
+                self._choose(size)
+                self._try(size)
+        elif depth == size.trial:
+            size.num_left -= 1
+            if size.num_left <= 0:
+                size.trial, size.num_rounds = None, 0
+                self._choose(size)
+
+    def _learn(self, size: Size, depth: int, accepted: Sequence[int], seconds: float) -> None:
+        for fewer in self.depths:
+            if fewer <= depth:  # with fewer drafts as many would have been accepted, as far as they reach
+                brought = sum(1 + min(count, fewer) for count in accepted) / max(len(accepted), 1)
+                self._tokens[fewer].add(brought)
+        average = size.seconds.setdefault(depth, Average())
+        if average.count > 2:
+            seconds = min(seconds, OUTLIER * average.value)
+        average.add(seconds)
+
+    def _size(self, num_requests: int) -> Size:
+        number = min(bisect.bisect_left(SIZES, num_requests), len(SIZES) - 1)
+        size = self._sizes.get(number)
+        if size is None:  # whatever was best for the batches before is a good start
+            depth = self._latest.depth if self._latest is not None else self.depths[-1]
+            size = self._sizes[number] = Size(depth)
+        self._latest = size
+        return size
+
+    def rate(self, size: Size, depth: int) -> float | None:
+        """Tokens a second of a request; None: not known. Between depths that were timed, time is taken to grow
+        evenly."""
+        known = {each: average.value for each, average in size.seconds.items()}
+        if depth in known:
+            seconds = known[depth]
+        elif self.depths[0] in known and self.depths[-1] in known:
+            first, last = known[self.depths[0]], known[self.depths[-1]]
+            seconds = first + (last - first) * depth / self.depths[-1]
+        else:
+            return None
+        tokens = self._tokens[depth]
+        return tokens.value / seconds if tokens.count else None
+
+    def _choose(self, size: Size) -> None:
+        """Of the depths that were timed."""
+        rates = {depth: self.rate(size, depth) for depth in size.seconds}
+        known = {depth: rate for depth, rate in rates.items() if rate is not None}
+        if not known:
+            return
+        best = max(known, key=lambda depth: known[depth])
+        if size.depth not in known or known[best] > MARGIN * known[size.depth]:
+            size.depth = best
+
+    def _try(self, size: Size) -> None:
+        """Begins a trial, if one is due."""
+        if size.num_rounds < FIRST or size.depth not in size.seconds:
+            return
+        ends = [depth for depth in (self.depths[0], self.depths[-1]) if depth not in size.seconds]
+        if ends:
+            self._begin(size, ends[0])
+            return
+        rates = {depth: self.rate(size, depth) or 0.0 for depth in self.depths}
+        best = max(rates, key=lambda depth: rates[depth])
+        if rates[best] > MARGIN * rates[size.depth]:  # it looks better, and was never timed
+            self._begin(size, best)
+            return
+        ends = [depth for depth in (self.depths[-1], self.depths[0]) if depth != size.depth]
+        end = ends[size.num_trials % len(ends)]
+        loss = TRIAL * size.seconds[end].value * max(1 - rates[end] / rates[size.depth], 0.0)
+        if loss <= PRICE * size.num_rounds * size.seconds[size.depth].value:  # what is known may be out of date
+            self._begin(size, end)
+
+    def _begin(self, size: Size, depth: int) -> None:
+        size.trial, size.num_left = depth, TRIAL
+        size.num_trials += 1
+        faded = [average for deeper, average in self._tokens.items() if deeper > size.depth]
+        for average in [*faded, *(size.seconds[each] for each in size.seconds if each == depth)]:
+            average.fade()
+
+
+def depths_up_to(lookahead: int) -> tuple[int, ...]:
+    """None, then as many as there can be, half as many, ..., one."""
+    found = {0, lookahead}
+    while lookahead > 1:
+        lookahead //= 2
+        found.add(lookahead)
+    return tuple(sorted(found))

@@ -1,0 +1,114 @@
+"""A drafter that rests at any time, drafts at any depth, and is shown what it has missed: nothing that is said depends
+on it, and neither does any draft that it makes afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from samples import METHODS, drafter_settings, guide, sample_target, suits
+
+from outrider import LLM, SamplingParams
+from outrider.engine.cache import NUM_MISSABLE
+from outrider.engine.pace import Pace
+from outrider.llm import total_speculation
+from outrider.types import Draft, Hidden, Step, Verdict
+
+PARAMS = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+VARIED = [PARAMS, replace(PARAMS, temperature=0.8, seed=5), replace(PARAMS, temperature=0.9, seed=6, max_tokens=50)]
+PROMPTS = [[5, 6, 7, 8, 9] * 3, [40, 41], list(range(60, 90))]
+SIZES: dict[str, Any] = {"max_model_len": 160, "page_size": 8, "device": "cpu"}
+SUITED = [(method, next(each for each in ("llama", *tiny.FAMILIES) if suits(method, each))) for method in METHODS]
+PAIRS = [*SUITED, ("draft_model", "nemotron_h"), ("eagle3", "qwen3_vl"), ("mtp", "deepseek_v3")]
+
+
+class Dice(Pace):
+    """Any depth, for any number of rounds: often none for a long time."""
+
+    def __init__(self, lookahead: int, seed: int) -> None:
+        super().__init__(lookahead)
+        self._chance, self._left, self._now = random.Random(seed), 0, lookahead
+        self.num_rests = 0
+
+    def depth(self, num_requests: int) -> int:
+        return self._now
+
+    def note(self, accepted: Sequence[int], depth: int, begin: float, end: float) -> None:
+        assert begin < end
+        self._left -= 1
+        if self._left <= 0:
+            self._now = self._chance.choice([0, 0, *self.depths])
+            self._left = self._chance.randrange(1, NUM_MISSABLE + 4 if self._now == 0 else 8)
+            self.num_rests += self._now == 0
+
+
+class Drafts:
+    """What a drafter drafted after which text."""
+
+    def __init__(self, llm: LLM) -> None:
+        assert llm.drafter is not None
+        self.after: dict[tuple[int, ...], list[int]] = {}
+        self._propose = llm.drafter.propose
+        llm.drafter.propose = self._spy  # type: ignore[method-assign]
+
+    def _spy(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
+        draft = self._propose(step, hidden, verdict)
+        slots = step.batch.slots
+        rows = zip(slots.tolist(), step.state.lengths[slots].tolist(), draft.count.tolist(), strict=True)
+        for number, (slot, length, count) in enumerate(rows):
+            if count:
+                text = tuple(step.state.tokens[slot, :length].tolist())
+                self.after[text] = draft.tokens[number, :count].tolist()
+        return draft
+
+
+def said(llm: LLM, params: Sequence[SamplingParams] = VARIED) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, list(params))]
+
+
+def compare(path: Path, speculative: dict[str, Any], *, seed: int, batch: int, recorded: bool) -> None:
+    with LLM(path, None, enforce_eager=True, **SIZES) as llm:
+        plain = said(llm)
+    with LLM(path, speculative, enforce_eager=True, max_num_seqs=batch, **SIZES) as llm:
+        drafts = Drafts(llm)
+        assert said(llm) == plain
+    with LLM(path, speculative, enforce_eager=not recorded, max_num_seqs=batch, **SIZES) as llm:
+        assert llm.drafter is not None
+        later = Drafts(llm) if not recorded else None
+        guide(llm.drafter, [p + t for p, t in zip(PROMPTS, plain, strict=True)], llm.target.vocab_size)
+        llm.engine.pace = dice = Dice(llm.engine.lookahead, seed)
+        outputs = llm.generate(PROMPTS, VARIED)
+        assert [output.outputs[0].token_ids for output in outputs] == plain
+        assert dice.num_rests > 1
+        total = total_speculation(outputs)
+        assert 0 < total.accepted < total.drafted
+        assert llm.engine.num_recorded_rounds > 0 or not (recorded and llm.drafter.recordable)
+        if later is not None:
+            common = later.after.keys() & drafts.after.keys()
+            assert len(common) > 4 or speculative["method"] in ("ngram", "suffix") or "+" in speculative["method"]
+            for text in common:
+                full, other = drafts.after[text], later.after[text]
+                if len(other) == len(full):  # a shorter block of DFlash is another one
+                    assert other == full, f"another draft after {len(text)} tokens"
+        engine = llm.engine
+        engine.step()
+        assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
+
+
+@pytest.mark.parametrize(("method", "family"), PAIRS)
+def test_rests_change_nothing(method: str, family: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    path = sample_target(method, tmp_path, target_path, family)
+    compare(path, drafter_settings(method, tmp_path, target_path, family), seed=1, batch=2, recorded=False)
+
+
+@pytest.mark.usefixtures("recording")
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "dflash", "draft_model", "ngram"])
+def test_recorded_rests_change_nothing(method: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    family = dict(SUITED)[method]
+    path = sample_target(method, tmp_path, target_path, family)
+    compare(path, drafter_settings(method, tmp_path, target_path, family), seed=2, batch=3, recorded=True)
