@@ -13,6 +13,7 @@ from samples import METHODS, drafter_settings, guide, sample_target, suits
 from tiny import FAMILIES
 
 from outrider import LLM, SamplingParams
+from outrider.certify.restless import Restless
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,6 +73,10 @@ def test_recorded_rounds_are_steps(
             assert all_answers(llm) == plain
             recorded = llm.engine.num_recorded_rounds
             assert (recorded > 0) is (not eager and (llm.drafter is None or llm.drafter.recordable))
+            if method is not None and method != "oracle":  # drafters with memory, or with none to keep
+                llm.engine.pace = restless = Restless(llm.engine.lookahead)
+                assert all_answers(llm) == plain
+                assert restless.num_rests > 1
 
 
 def test_logprobs_of_recorded_rounds(target_path: Callable[..., Path], tmp_path: Path) -> None:

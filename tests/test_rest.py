@@ -3,7 +3,6 @@ on it, and neither does any draft that it makes afterwards."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import tiny
 from samples import METHODS, drafter_settings, guide, sample_target, suits
 
 from outrider import LLM, SamplingParams
-from outrider.engine.cache import NUM_MISSABLE
+from outrider.certify.restless import Restless
 from outrider.engine.pace import Pace
 from outrider.llm import total_speculation
 from outrider.types import Draft, Hidden, Step, Verdict
@@ -25,26 +24,6 @@ PROMPTS = [[5, 6, 7, 8, 9] * 3, [40, 41], list(range(60, 90))]
 SIZES: dict[str, Any] = {"max_model_len": 160, "page_size": 8, "device": "cpu"}
 SUITED = [(method, next(each for each in ("llama", *tiny.FAMILIES) if suits(method, each))) for method in METHODS]
 PAIRS = [*SUITED, ("draft_model", "nemotron_h"), ("eagle3", "qwen3_vl"), ("mtp", "deepseek_v3")]
-
-
-class Dice(Pace):
-    """Any depth, for any number of rounds: often none for a long time."""
-
-    def __init__(self, lookahead: int, seed: int) -> None:
-        super().__init__(lookahead)
-        self._chance, self._left, self._now = random.Random(seed), 0, lookahead
-        self.num_rests = 0
-
-    def depth(self, num_requests: int) -> int:
-        return self._now
-
-    def note(self, accepted: Sequence[int], depth: int, begin: float, end: float) -> None:
-        assert begin < end
-        self._left -= 1
-        if self._left <= 0:
-            self._now = self._chance.choice([0, 0, *self.depths])
-            self._left = self._chance.randrange(1, NUM_MISSABLE + 4 if self._now == 0 else 8)
-            self.num_rests += self._now == 0
 
 
 class Drafts:
@@ -81,10 +60,10 @@ def compare(path: Path, speculative: dict[str, Any], *, seed: int, batch: int, r
         assert llm.drafter is not None
         later = Drafts(llm) if not recorded else None
         guide(llm.drafter, [p + t for p, t in zip(PROMPTS, plain, strict=True)], llm.target.vocab_size)
-        llm.engine.pace = dice = Dice(llm.engine.lookahead, seed)
+        llm.engine.pace = restless = Restless(llm.engine.lookahead, seed)
         outputs = llm.generate(PROMPTS, VARIED)
         assert [output.outputs[0].token_ids for output in outputs] == plain
-        assert dice.num_rests > 1
+        assert restless.num_rests > 1
         total = total_speculation(outputs)
         assert 0 < total.accepted < total.drafted
         assert llm.engine.num_recorded_rounds > 0 or not (recorded and llm.drafter.recordable)
@@ -112,3 +91,37 @@ def test_recorded_rests_change_nothing(method: str, target_path: Callable[..., P
     family = dict(SUITED)[method]
     path = sample_target(method, tmp_path, target_path, family)
     compare(path, drafter_settings(method, tmp_path, target_path, family), seed=2, batch=3, recorded=True)
+
+
+class Fixed(Pace):
+    """One depth, whatever comes."""
+
+    now = 0
+
+    def depth(self, num_requests: int) -> int:
+        return self.now
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model"])
+def test_what_the_drafter_has_not_seen_is_not_reused(
+    method: str, target_path: Callable[..., Path], tmp_path: Path
+) -> None:
+    """An answer that was given while the drafter rested is the beginning of the next prompt."""
+    family = dict(SUITED)[method] if method != "mtp" else "deepseek_v3"
+    path = sample_target(method, tmp_path, target_path, family)
+    speculative = drafter_settings(method, tmp_path, target_path, family)
+    found = []
+    for rests in (False, True):
+        with LLM(path, speculative, **SIZES) as llm:
+            assert llm.drafter is not None
+            llm.engine.pace = pace = Fixed(llm.engine.lookahead)
+            pace.now = 0 if rests else llm.engine.lookahead
+            answer = llm.generate([PROMPTS[0]], replace(PARAMS, max_tokens=60))[0].outputs[0].token_ids
+            pace.now = llm.engine.lookahead
+            drafts = Drafts(llm)
+            output = llm.generate([[*PROMPTS[0], *answer, 7, 8]], replace(PARAMS, max_tokens=20))[0]
+            found.append((output.outputs[0].token_ids, drafts.after))
+            hit = llm.engine.scheduler.stats.hit
+            assert hit % 8 == 0
+            assert hit > (30 if rests else 60)
+    assert found[0] == found[1]

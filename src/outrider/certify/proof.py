@@ -25,6 +25,7 @@ from outrider.certify.comparison import (
 )
 from outrider.certify.distribution import DrawPlan, draw, evaluate_draws, plan_draws, second_token_drafts
 from outrider.certify.questions import FULL, OPTIONS, Effort, Question, ask, built_in_prompts
+from outrider.certify.restless import Restless
 from outrider.config import SpeculativeConfig
 from outrider.llm import LLM
 from outrider.measure import method_of
@@ -109,6 +110,7 @@ class Composition:
     settings: Mapping[str, Any] = field(default_factory=dict)
     every: Callable[[Effort], int] = lambda effort: 1  # of how many questions one is asked
     is_tight: bool = False  # with a cache that holds little more than one request
+    is_restless: bool = False  # the drafter drafts more, less, or rests, by turns
 
 
 def _others_every(effort: Effort) -> int:
@@ -119,6 +121,7 @@ COMPOSITIONS = (
     Composition("alone", ask_alone, every=lambda effort: effort.alone_every),
     Composition("together", ask_together),
     Composition("shuffled", ask_shuffled, every=_others_every),
+    Composition("resting by turns", ask_together, every=_others_every, is_restless=True),
     # An engine lets every running request move in every step, so a small step also needs few requests.
     Composition("chunked prefill", ask_together, {"max_num_seqs": 4, "max_num_batched_tokens": 8}, _others_every),
     Composition("preempted", ask_together, {"max_num_seqs": 8}, _others_every, is_tight=True),
@@ -199,6 +202,7 @@ class Proof:
         places = self._places(composition)
         questions = [self.questions[place] for place in places]
         before = llm.engine.scheduler.num_preemptions
+        llm.engine.pace = Restless(llm.engine.lookahead) if composition.is_restless else None
         outputs = composition.ask(llm, questions, self.watch.stage(composition.name))
         certificate.preemptions[composition.name] = llm.engine.scheduler.num_preemptions - before
         cases: dict[tuple[str, float], Case] = {}

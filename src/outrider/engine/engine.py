@@ -124,7 +124,6 @@ class Engine:
         hidden = self.target(step.batch, self.taps)
         logits, choice = self._choose(plan, step, hidden)
         verdict = verify(step, self._pretended(choice, step))
-        hidden.carry = self.cache.carry[step.batch.slots]
         self.cache.commit(step, verdict)
         draft = self._draft(step, hidden, verdict, resting=resting)
         add_prompt_logprobs(plan, hidden, self.target, self.tokenizer)
@@ -285,6 +284,7 @@ class Engine:
         if resting:
             self.cache.miss(step, hidden)
             return None
+        hidden.carry = self.cache.carry[step.batch.slots]
         self.cache.keep_taps(step, hidden, verdict)
         predictions = any(prediction is not None for prediction in step.predictions)
         drafter = self.predicting if predictions else self.drafter

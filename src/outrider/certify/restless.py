@@ -1,0 +1,30 @@
+"""A pace that serves a proof: the drafter drafts little, much, or rests, by turns, as no real text would make it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from outrider.engine.cache import NUM_MISSABLE
+from outrider.engine.pace import Pace
+
+LONGEST = 8  # rounds of the same depth
+LONGEST_REST = NUM_MISSABLE + 4  # some longer than the drafter may miss
+
+
+class Restless(Pace):
+    def __init__(self, lookahead: int, seed: int = 0) -> None:
+        super().__init__(lookahead)
+        self._chance, self._left, self._now = random.Random(seed), 0, lookahead
+        self.num_rests = 0
+
+    def depth(self, num_requests: int) -> int:
+        return self._now
+
+    def note(self, accepted: Sequence[int], depth: int, begin: float, end: float) -> None:
+        assert begin < end
+        self._left -= 1
+        if self._left <= 0:
+            self._now = self._chance.choice([0, *self.depths])
+            self._left = self._chance.randrange(1, LONGEST_REST if self._now == 0 else LONGEST)
+            self.num_rests += self._now == 0
