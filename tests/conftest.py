@@ -18,6 +18,9 @@ from outrider.engine import engine as engines
 from outrider.kernels import dispatch
 
 torch.set_num_threads(1)  # tiny models; the suite runs on several processes
+# Drafters draft as much as they can, whatever it is worth: what is tested must not depend on how fast a machine is.
+is_adaptive = engines.is_adaptive
+engines.is_adaptive = lambda settings: False
 
 
 @pytest.fixture(scope="session")
@@ -45,11 +48,10 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(autouse=True)
-def steady_pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafters draft as much as they can, whatever it is worth: tests must not depend on how fast a machine is. Those
-    of the pace itself are marked."""
-    if request.node.get_closest_marker("adaptive") is None:
-        monkeypatch.setattr(engines, "is_adaptive", lambda settings: False)
+def adaptive(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tests that are marked so, drafters draft as much as is worth it."""
+    if request.node.get_closest_marker("adaptive") is not None:
+        monkeypatch.setattr(engines, "is_adaptive", is_adaptive)
 
 
 @pytest.fixture

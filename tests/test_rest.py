@@ -14,7 +14,7 @@ from samples import METHODS, drafter_settings, guide, sample_target, suits
 
 from outrider import LLM, SamplingParams
 from outrider.certify.restless import Restless
-from outrider.engine.pace import Pace
+from outrider.engine.governor import Governor
 from outrider.llm import total_speculation
 from outrider.types import Draft, Hidden, Step, Verdict
 
@@ -60,7 +60,7 @@ def compare(path: Path, speculative: dict[str, Any], *, seed: int, batch: int, r
         assert llm.drafter is not None
         later = Drafts(llm) if not recorded else None
         guide(llm.drafter, [p + t for p, t in zip(PROMPTS, plain, strict=True)], llm.target.vocab_size)
-        llm.engine.pace = restless = Restless(llm.engine.lookahead, seed)
+        llm.engine.governor = restless = Restless(llm.engine.lookahead, seed)
         outputs = llm.generate(PROMPTS, VARIED)
         assert [output.outputs[0].token_ids for output in outputs] == plain
         assert restless.num_rests > 1
@@ -93,7 +93,7 @@ def test_recorded_rests_change_nothing(method: str, target_path: Callable[..., P
     compare(path, drafter_settings(method, tmp_path, target_path, family), seed=2, batch=3, recorded=True)
 
 
-class Fixed(Pace):
+class Fixed(Governor):
     """One depth, whatever comes."""
 
     now = 0
@@ -114,10 +114,10 @@ def test_what_the_drafter_has_not_seen_is_not_reused(
     for rests in (False, True):
         with LLM(path, speculative, **SIZES) as llm:
             assert llm.drafter is not None
-            llm.engine.pace = pace = Fixed(llm.engine.lookahead)
-            pace.now = 0 if rests else llm.engine.lookahead
+            llm.engine.governor = governor = Fixed(llm.engine.lookahead)
+            governor.now = 0 if rests else llm.engine.lookahead
             answer = llm.generate([PROMPTS[0]], replace(PARAMS, max_tokens=60))[0].outputs[0].token_ids
-            pace.now = llm.engine.lookahead
+            governor.now = llm.engine.lookahead
             drafts = Drafts(llm)
             output = llm.generate([[*PROMPTS[0], *answer, 7, 8]], replace(PARAMS, max_tokens=20))[0]
             found.append((output.outputs[0].token_ids, drafts.after))

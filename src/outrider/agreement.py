@@ -152,15 +152,15 @@ def follow(
 def _observing(engine: Engine, drafter: Drafter) -> Iterator[Observed]:
     """With a scheduler of its own: what one drafter wrote must not be found again by another, nor counted."""
     assert not engine.has_work, "an engine at work cannot be measured"
-    before = engine.drafter, engine.taps, engine.scheduler, engine.pace
+    before = engine.drafter, engine.taps, engine.scheduler, engine.governor
     limits = replace(engine.scheduler.limits, prefix_caching=False)
     engine.scheduler = Scheduler(limits, PagePool(engine.scheduler.pool.num_pages))
     observed = Observed(drafter, lambda: engine.scheduler.running)
-    engine.drafter, engine.taps, engine.pace = observed, drafter.taps, None
+    engine.drafter, engine.taps, engine.governor = observed, drafter.taps, None
     try:
         yield observed
     finally:
-        engine.drafter, engine.taps, engine.scheduler, engine.pace = before
+        engine.drafter, engine.taps, engine.scheduler, engine.governor = before
 
 
 def fits(engine: Engine, prompt: Sequence[int], max_tokens: int) -> bool:

@@ -21,7 +21,7 @@ SpeculativeJson = Annotated[
     str | None, typer.Option("--speculative-config", help="Drafter and its settings, as in vLLM.", metavar="JSON")
 ]
 NumSpeculativeTokens = Annotated[
-    int | None, typer.Option("--num-speculative-tokens", "-k", help="Tokens to draft in a round.", metavar="K")
+    int | None, typer.Option("--num-speculative-tokens", "-k", help="Tokens to draft in a round, at most.", metavar="K")
 ]
 PromptFile = Annotated[
     Path | None,
@@ -43,6 +43,8 @@ def speculative_from(
         raise ValueError("--draft and --speculative-config both name a drafter: give one of them")
     if config_json is not None:
         values = _parse(config_json)
+        if model is None and not {"method", "model"} & values.keys():
+            values["model"] = str(DEFAULT_DIRECTORY / "drafter")
     elif draft is not None:
         values = {"method": draft} if draft in drafters else {"model": draft}
     elif model is None:

@@ -172,7 +172,8 @@ def _read(answer: RawAnswer) -> tuple[str, int]:
         raise ValueError(f"the server answered {answer.status}: {answer.body[:300]!r}")
     chunks = answer.chunks
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    text = "".join((choice.get("delta") or choice["message"]).get("content") or "" for choice in choices)
+    said = [choice["delta"] if "delta" in choice else choice["message"] for choice in choices]
+    text = "".join(part.get("content") or "" for part in said)
     return text, int(chunks[-1]["usage"]["completion_tokens"])
 
 

@@ -46,6 +46,7 @@ class OutriderSide:
         self.name = name
         self.llm = llm
         self.pass_bytes = bytes_read(llm.target)
+        llm.warm_up()
 
     def answer(self, prompts: Prompts, max_tokens: int) -> Timing:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

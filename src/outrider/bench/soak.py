@@ -25,7 +25,10 @@ from outrider.console import open_consoles
 
 # Scarce on purpose: 128 pages of the embedded model's, where eight sequences of 512 tokens would want 264. Enough for
 # the chats to find what they said before, too few when somebody asks for many answers.
-SERVER = ("--max-num-seqs", "8", "--max-model-len", "512", "--kv-cache-memory-bytes", str(129 * 108_800))
+SERVER = (
+    *("--max-num-seqs", "8", "--max-model-len", "512", "--kv-cache-memory-bytes", str(129 * 108_800)),
+    *("--speculative-config", '{"adaptive": false}'),  # accept lengths must not depend on how busy the machine is
+)
 PARSERS = ("--tool-call-parser", "hermes")
 MAX_CHANGE = 0.05  # of accept length, and of memory
 MEMORY_ROOM = 32 * 2**20  # bytes that memory may grow whatever its size: allocators keep what they had

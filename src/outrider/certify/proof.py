@@ -202,7 +202,7 @@ class Proof:
         places = self._places(composition)
         questions = [self.questions[place] for place in places]
         before = llm.engine.scheduler.num_preemptions
-        llm.engine.pace = Restless(llm.engine.lookahead) if composition.is_restless else None
+        llm.engine.governor = Restless(llm.engine.lookahead) if composition.is_restless else None
         outputs = composition.ask(llm, questions, self.watch.stage(composition.name))
         certificate.preemptions[composition.name] = llm.engine.scheduler.num_preemptions - before
         cases: dict[tuple[str, float], Case] = {}

@@ -1,4 +1,4 @@
-"""A pace that serves a proof: the drafter drafts little, much, or rests, by turns, as no real text would make it."""
+"""A governor that serves a proof: the drafter drafts little, much, or rests, by turns, as no text would make it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 from collections.abc import Sequence
 
 from outrider.engine.cache import NUM_MISSABLE
-from outrider.engine.pace import Pace
+from outrider.engine.governor import Governor
 
 LONGEST = 8  # rounds of the same depth
 LONGEST_REST = NUM_MISSABLE + 4  # some longer than the drafter may miss
 
 
-class Restless(Pace):
+class Restless(Governor):
     def __init__(self, lookahead: int, seed: int = 0) -> None:
         super().__init__(lookahead)
         self._chance, self._left, self._now = random.Random(seed), 0, lookahead

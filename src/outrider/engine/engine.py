@@ -12,11 +12,11 @@ from torch import Tensor
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import Drafter
 from outrider.engine.cache import NUM_MISSABLE, Cache, CacheShape
+from outrider.engine.governor import Governor
 from outrider.engine.grammar import Grammars, Guide
 from outrider.engine.graphs import MAX_FLYING, Flight, Graphs
 from outrider.engine.logprobs import add_prompt_logprobs, logprob_table
 from outrider.engine.memory import Budget
-from outrider.engine.pace import Pace
 from outrider.engine.pages import PagePool
 from outrider.engine.request import Outcome, Request
 from outrider.engine.rest import catch_up, is_behind, rests
@@ -32,7 +32,7 @@ from outrider.sampling_params import Guided, SamplingParams
 from outrider.tokenizer import Tokenizer
 from outrider.types import Draft, Hidden, Step, Verdict
 
-WARM_UP_LENGTHS = (2, 24, 200)  # few rows, some, many: each have kernels of their own
+WARM_UP_LENGTHS = (2, 24, 48, 200)  # few rows, some, many: each have kernels of their own
 
 
 class Engine:
@@ -80,7 +80,7 @@ class Engine:
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages))
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = _watchdog(config, drafter)
-        self.pace = Pace(self.lookahead) if is_adaptive(config.speculative) and self.lookahead else None
+        self.governor = Governor(self.lookahead) if is_adaptive(config.speculative) and self.lookahead else None
         settings = config.speculative
         self._pretence = settings.synthetic_acceptance_length if settings is not None else None
         self._graphs: Graphs | None = None
@@ -128,8 +128,8 @@ class Engine:
         draft = self._draft(step, hidden, verdict, resting=resting)
         add_prompt_logprobs(plan, hidden, self.target, self.tokenizer)
         accepted = self._update(plan, verdict, draft, logits, missed=resting and self._follows)
-        if self.pace is not None and all(work.is_round for work in plan):
-            self.pace.note(accepted, depth, begin, time.perf_counter())
+        if self.governor is not None and all(work.is_round for work in plan):
+            self.governor.note(accepted, depth, begin, time.perf_counter())
         self._heal(plan)
         return [work.request for work in plan if work.emits]
 
@@ -137,16 +137,24 @@ class Engine:
         """On a GPU: compiles kernels and records rounds, so that the first requests do not wait for it."""
         if self._graphs is not None:
             with torch.inference_mode():
-                self._graphs.warm_up((self.lookahead,) if self.pace is None else self.pace.depths)
+                self._graphs.warm_up({0, self.lookahead} if self.governor is None else self.governor.depths)
         elif self.runner.device.type == "cpu":
             return
-        limits, params = self.scheduler.limits, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-        room = min(self.max_model_len, self.scheduler.pool.capacity * limits.page_size - 1 - self.lookahead) - 2
+        governor, self.governor = self.governor, None  # nothing is to be learnt from this
+        room = self.scheduler.pool.capacity * self.scheduler.limits.page_size - 1 - self.lookahead
+        room = min(self.max_model_len, room) - 2
         for length in WARM_UP_LENGTHS:  # prompts are not recorded
-            request = Request(f"warm-up-{length}", [0] * min(length, room), params, seed=0)
-            self.add(request)
-            while not request.finished:
-                self.step()
+            self._run_alone(min(length, room), max_tokens=2, num_drafts=None)
+        # and neither is what a drafter is shown after a rest
+        self._run_alone(2, max_tokens=min(NUM_MISSABLE + 4, room), num_drafts=0)
+        self.governor = governor
+
+    def _run_alone(self, prompt_len: int, max_tokens: int, num_drafts: int | None) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, num_speculative_tokens=num_drafts)
+        request = Request(f"warm-up-{prompt_len}-{max_tokens}", [0] * prompt_len, params, seed=0)
+        self.add(request)
+        while not request.finished:
+            self.step()
 
     # rounds that are recorded once and replayed
 
@@ -218,8 +226,8 @@ class Engine:
         for request, num_valid, outcome, logits in flight.outcomes():
             landed.append(Work(request, request.num_computed, 1 + num_valid, num_valid, emits=True))
             accepted.append(self._settle(landed[-1], outcome, logits, missed=missed))
-        if self.pace is not None:
-            self.pace.note(accepted, flight.num_drafts, flight.took_off, end)
+        if self.governor is not None:
+            self.governor.note(accepted, flight.num_drafts, flight.took_off, end)
         self._heal(landed)
         return [work.request for work in landed]
 
@@ -249,8 +257,8 @@ class Engine:
         """How many tokens to draft: as many as the request that wants most, and as are worth it. A prediction is always
         worth a try."""
         most = self.lookahead
-        if self.pace is not None and requests and not any(request.prediction is not None for request in requests):
-            most = self.pace.depth(len(requests))
+        if self.governor is not None and requests and not any(request.prediction is not None for request in requests):
+            most = self.governor.depth(len(requests))
         wanted = [request.most_drafts() for request in requests]
         return max((most if want is None else min(want, most) for want in wanted), default=0)
 

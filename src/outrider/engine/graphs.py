@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,7 +175,7 @@ class Graphs:
         self._pool = self._pool or graph.pool()
         return Recording(graph, seats, table, logits)
 
-    def warm_up(self, depths: Sequence[int]) -> None:
+    def warm_up(self, depths: Collection[int]) -> None:
         """Records the usual kinds beforehand, with so many drafts, which also compiles their kernels."""
         for size in reversed(self._sizes):  # the largest first: the others find its memory
             for greedy, depth in itertools.product((True, False), sorted(depths, reverse=True)):

@@ -1,5 +1,5 @@
-"""The pace in made-up worlds, where what rounds cost and bring is known: it must find the depth that is best there, and
-never be much slower than plain decoding on the way."""
+"""The governor in made-up worlds, where what rounds cost and bring is known: it must find the depth that is best there,
+and never be much slower than plain decoding on the way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams
-from outrider.engine.pace import Pace, depths_up_to
+from outrider.engine.governor import Governor, depths_up_to
 from outrider.llm import total_speculation
 from outrider.types import Draft
 
@@ -46,12 +46,12 @@ class World:
 starts = itertools.count(1)  # time goes on from run to run
 
 
-def run(world: World, pace: Pace, num_rounds: int, chance: random.Random, num_requests: int = 1) -> float:
+def run(world: World, governor: Governor, num_rounds: int, chance: random.Random, num_requests: int = 1) -> float:
     """Tokens a second of a request. As in the engine, a round judges what the one before has drafted."""
     begun = now = 1e6 * next(starts)
     tokens = drafted = 0
     for _ in range(num_rounds):
-        depth = pace.depth(num_requests)
+        depth = governor.depth(num_requests)
         accepted = []
         for _ in range(num_requests):
             right = 0
@@ -59,7 +59,7 @@ def run(world: World, pace: Pace, num_rounds: int, chance: random.Random, num_re
                 right += 1
             accepted.append(right)
         took = world.seconds(depth) * (1 + world.noise * chance.random() + 4 * world.noise * (chance.random() < 0.02))
-        pace.note(accepted, depth, now, now + took)
+        governor.note(accepted, depth, now, now + took)
         now += took
         tokens += sum(accepted) + num_requests
         drafted = depth
@@ -79,9 +79,9 @@ worlds = st.builds(
 @given(worlds, st.integers(0, 1000), st.sampled_from([1, 3, 20]))
 @settings(max_examples=150, deadline=None)
 def test_it_finds_the_best_depth(world: World, seed: int, num_requests: int) -> None:
-    pace, chance = Pace(world.lookahead), random.Random(seed)
-    early = run(world, pace, 200, chance, num_requests)
-    late = run(world, pace, 3000, chance, num_requests)
+    governor, chance = Governor(world.lookahead), random.Random(seed)
+    early = run(world, governor, 200, chance, num_requests)
+    late = run(world, governor, 3000, chance, num_requests)
     slowdown = 1 + 0.58 * world.noise  # of all rounds alike
     assert late * slowdown > 0.88 * world.best
     assert late * slowdown > 0.97  # of plain decoding
@@ -90,36 +90,36 @@ def test_it_finds_the_best_depth(world: World, seed: int, num_requests: int) -> 
 
 def test_a_dead_drafter_costs_almost_nothing() -> None:
     world = World(chance=0.0, begin=0.3, each=0.1)
-    pace, chance = Pace(5), random.Random(0)
-    run(world, pace, 300, chance)
-    assert run(world, pace, 5000, chance) > 0.98
+    governor, chance = Governor(5), random.Random(0)
+    run(world, governor, 300, chance)
+    assert run(world, governor, 5000, chance) > 0.98
 
 
 def test_a_good_drafter_is_hardly_interrupted() -> None:
     world = World(chance=0.8, begin=0.1, each=0.05)
-    pace, chance = Pace(5), random.Random(0)
-    assert run(world, pace, 5000, chance) > 0.98 * world.rate(5)
-    assert pace.depth(1) == 5
+    governor, chance = Governor(5), random.Random(0)
+    assert run(world, governor, 5000, chance) > 0.98 * world.rate(5)
+    assert governor.depth(1) == 5
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0)])
 def test_it_notices_when_the_text_changes(before: float, after: float) -> None:
-    pace, chance = Pace(5), random.Random(1)
-    run(World(before, 0.2, 0.08), pace, 2000, chance)
+    governor, chance = Governor(5), random.Random(1)
+    run(World(before, 0.2, 0.08), governor, 2000, chance)
     world = World(after, 0.2, 0.08)
-    run(world, pace, 2100, chance)  # it looks again now and then
-    assert run(world, pace, 500, chance) > 0.95 * world.best
+    run(world, governor, 2100, chance)  # it looks again now and then
+    assert run(world, governor, 500, chance) > 0.95 * world.best
 
 
 def test_sizes_are_judged_alone() -> None:
     """With many requests the same drafts are dear."""
     cheap, dear = World(0.6, 0.05, 0.05), World(0.6, 0.5, 0.4)
-    pace, chance = Pace(5), random.Random(2)
+    governor, chance = Governor(5), random.Random(2)
     for _ in range(20):
-        run(cheap, pace, 50, chance, num_requests=1)
-        run(dear, pace, 50, chance, num_requests=64)
-    assert pace.depth(1) >= 2
-    assert pace.depth(64) == 0
+        run(cheap, governor, 50, chance, num_requests=1)
+        run(dear, governor, 50, chance, num_requests=64)
+    assert governor.depth(1) >= 2
+    assert governor.depth(64) == 0
 
 
 def test_depths() -> None:
@@ -148,6 +148,6 @@ def test_an_engine_adapts() -> None:
         spent = total_speculation([output]).drafted
         assert 0 < spent < 5 * 60
     with LLM(None, {"method": "ngram", "adaptive": False}) as llm:
-        assert llm.engine.pace is None
+        assert llm.engine.governor is None
     with pytest.raises(ValueError, match="adaptive must be true or false"):
         LLM(None, {"method": "ngram", "adaptive": 1})

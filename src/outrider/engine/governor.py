@@ -46,7 +46,7 @@ class Size:
     num_trials: int = 0
 
 
-class Pace:
+class Governor:
     def __init__(self, lookahead: int) -> None:
         self.depths = depths_up_to(lookahead)
         self._tokens = {depth: Average() for depth in self.depths}  # that a round brings a request, by depth
