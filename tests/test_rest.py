@@ -14,6 +14,7 @@ from samples import METHODS, drafter_settings, guide, sample_target, suits
 
 from outrider import LLM, SamplingParams
 from outrider.certify.restless import Restless
+from outrider.engine import engine as engines
 from outrider.engine.governor import Governor
 from outrider.llm import total_speculation
 from outrider.types import Draft, Hidden, Step, Verdict
@@ -22,6 +23,7 @@ PARAMS = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
 VARIED = [PARAMS, replace(PARAMS, temperature=0.8, seed=5), replace(PARAMS, temperature=0.9, seed=6, max_tokens=50)]
 PROMPTS = [[5, 6, 7, 8, 9] * 3, [40, 41], list(range(60, 90))]
 SIZES: dict[str, Any] = {"max_model_len": 160, "page_size": 8, "device": "cpu"}
+NUM_MISSABLE = 20  # so that texts need not be long
 SUITED = [(method, next(each for each in ("llama", *tiny.FAMILIES) if suits(method, each))) for method in METHODS]
 PAIRS = [*SUITED, ("draft_model", "nemotron_h"), ("eagle3", "qwen3_vl"), ("mtp", "deepseek_v3")]
 
@@ -46,6 +48,11 @@ class Drafts:
         return draft
 
 
+@pytest.fixture(autouse=True)
+def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "NUM_MISSABLE", NUM_MISSABLE)
+
+
 def said(llm: LLM, params: Sequence[SamplingParams] = VARIED) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, list(params))]
 
@@ -60,7 +67,7 @@ def compare(path: Path, speculative: dict[str, Any], *, seed: int, batch: int, r
         assert llm.drafter is not None
         later = Drafts(llm) if not recorded else None
         guide(llm.drafter, [p + t for p, t in zip(PROMPTS, plain, strict=True)], llm.target.vocab_size)
-        llm.engine.governor = restless = Restless(llm.engine.lookahead, seed)
+        llm.engine.governor = restless = Restless(llm.engine.lookahead, seed, NUM_MISSABLE)
         outputs = llm.generate(PROMPTS, VARIED)
         assert [output.outputs[0].token_ids for output in outputs] == plain
         assert restless.num_rests > 1

@@ -9,12 +9,14 @@ from outrider.engine.cache import NUM_MISSABLE
 from outrider.engine.governor import Governor
 
 LONGEST = 8  # rounds of the same depth
-LONGEST_REST = NUM_MISSABLE + 4  # some longer than the drafter may miss
 
 
 class Restless(Governor):
-    def __init__(self, lookahead: int, seed: int = 0) -> None:
+    """The longest rests are longer than what a drafter may miss."""
+
+    def __init__(self, lookahead: int, seed: int = 0, num_missable: int = NUM_MISSABLE) -> None:
         super().__init__(lookahead)
+        self._longest_rest = num_missable + 4
         self._chance, self._left, self._now = random.Random(seed), 0, lookahead
         self.num_rests = 0
 
@@ -26,5 +28,5 @@ class Restless(Governor):
         self._left -= 1
         if self._left <= 0:
             self._now = self._chance.choice([0, *self.depths])
-            self._left = self._chance.randrange(1, LONGEST_REST if self._now == 0 else LONGEST)
+            self._left = self._chance.randrange(1, self._longest_rest if self._now == 0 else LONGEST)
             self.num_rests += self._now == 0

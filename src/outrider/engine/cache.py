@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from outrider.layers.cached import CachedLayer, RecurrentLayer, cached_layers, recurrent_layers
 from outrider.types import NULL_PAGE, CacheSpec, Draft, Hidden, Images, Latent, SlotState, Step, Verdict
 
-NUM_MISSABLE = 32  # rows of a request that a drafter may miss before it must be shown them
+NUM_MISSABLE = 64  # rows of a request that a drafter may miss before it must be shown them
 
 
 @dataclass(frozen=True)

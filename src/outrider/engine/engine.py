@@ -32,7 +32,7 @@ from outrider.sampling_params import Guided, SamplingParams
 from outrider.tokenizer import Tokenizer
 from outrider.types import Draft, Hidden, Step, Verdict
 
-WARM_UP_LENGTHS = (2, 24, 48, 200)  # few rows, some, many: each have kernels of their own
+WARM_UP_LENGTHS = (2, 6, 12, 24, 48, 200)  # few rows, some, many: each have kernels of their own
 
 
 class Engine:
@@ -133,27 +133,28 @@ class Engine:
         self._heal(plan)
         return [work.request for work in plan if work.emits]
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """On a GPU: compiles kernels and records rounds, so that the first requests do not wait for it."""
         if self._graphs is not None:
-            with torch.inference_mode():
-                self._graphs.warm_up({0, self.lookahead} if self.governor is None else self.governor.depths)
+            self._graphs.warm_up({0, self.lookahead} if self.governor is None else self.governor.depths)
         elif self.runner.device.type == "cpu":
             return
-        governor, self.governor = self.governor, None  # nothing is to be learnt from this
         room = self.scheduler.pool.capacity * self.scheduler.limits.page_size - 1 - self.lookahead
-        room = min(self.max_model_len, room) - 2
-        for length in WARM_UP_LENGTHS:  # prompts are not recorded
-            self._run_alone(min(length, room), max_tokens=2, num_drafts=None)
-        # and neither is what a drafter is shown after a rest
-        self._run_alone(2, max_tokens=min(NUM_MISSABLE + 4, room), num_drafts=0)
+        room = min(self.max_model_len, room)
+        governor, self.governor = self.governor, None  # nothing is to be learnt from this
+        for length in WARM_UP_LENGTHS:  # neither prompts are recorded, nor what a drafter sees after a rest
+            self._run_alone(min(length, room - 2), 2)
+            self._run_alone(2, min(length, NUM_MISSABLE, room - 2), num_drafts=0)
         self.governor = governor
 
-    def _run_alone(self, prompt_len: int, max_tokens: int, num_drafts: int | None) -> None:
+    def _run_alone(self, prompt_len: int, max_tokens: int, num_drafts: int | None = None) -> None:
         params = SamplingParams(max_tokens=max_tokens, temperature=0, num_speculative_tokens=num_drafts)
         request = Request(f"warm-up-{prompt_len}-{max_tokens}", [0] * prompt_len, params, seed=0)
         self.add(request)
         while not request.finished:
+            if self.drafter is not None and request.num_missed == max_tokens - 2:
+                catch_up(self.drafter, self.cache, self.runner, [request])
             self.step()
 
     # rounds that are recorded once and replayed
