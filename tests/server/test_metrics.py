@@ -35,6 +35,7 @@ GAUGES = {
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
     "vllm:cache_config_info",
+    "outrider:spec_decode_depth",
 }
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds",
@@ -113,6 +114,7 @@ def test_figures_add_up(serve: Serve) -> None:
     inference = scrape.total("vllm:request_inference_time_seconds_sum")
     assert abs(inference - parts[1] - parts[2]) < 1e-3
     assert scrape.total("outrider:step_seconds_count") > 0
+    assert scrape.total("outrider:spec_decode_depth") == 5  # tests draft as much as they can
     assert scrape.total("vllm:num_requests_running") == scrape.total("vllm:num_requests_waiting") == 0
     # what was found earlier is kept, and counts as used no longer
     assert scrape.total("vllm:kv_cache_usage_perc") == 0

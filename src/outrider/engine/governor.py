@@ -59,6 +59,11 @@ class Governor:
         size = self._size(num_requests)
         return size.depth if size.trial is None else size.trial
 
+    @property
+    def latest(self) -> int:
+        """The depth in use for batches as large as the last one."""
+        return self._latest.depth if self._latest is not None else self.depths[-1]
+
     def note(self, accepted: Sequence[int], depth: int, begin: float, end: float) -> None:
         """A round is over: how many drafts of each request were accepted, how many new ones were made at most, and when
         it began and ended, in seconds. Rounds may overlap."""
@@ -93,8 +98,7 @@ class Governor:
         number = min(bisect.bisect_left(SIZES, num_requests), len(SIZES) - 1)
         size = self._sizes.get(number)
         if size is None:  # whatever was best for the batches before is a good start
-            depth = self._latest.depth if self._latest is not None else self.depths[-1]
-            size = self._sizes[number] = Size(depth)
+            size = self._sizes[number] = Size(self.latest)
         self._latest = size
         return size
 

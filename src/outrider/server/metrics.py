@@ -90,6 +90,7 @@ class Metrics:
             ["model_name", "context"],
             registry=self._registry,
         )
+        self._depth = self._gauge("outrider:spec_decode_depth", "Tokens that a round drafts now, at most; 0: none pay")
         self._dead = self._gauge("outrider:spec_decode_dead", "1: of late, next to nothing drafted is accepted")
         self._rebuilds = tally.count("outrider:drafter_rebuilds", "Requests whose memory was computed again")
         self._fallbacks = tally.count("outrider:drafter_fallbacks", "Requests that went on without drafts")
@@ -115,6 +116,8 @@ class Metrics:
         watchdog = self._watchdog = engine.watchdog
         if watchdog is not None:
             self._dead.set_function(lambda: watchdog.is_dead)
+        governor, lookahead = engine.governor, engine.lookahead
+        self._depth.set_function(lambda: governor.latest if governor is not None else lookahead)
         shape = engine.cache.shape
         self._config.labels(self._model, str(shape.page_size), str(shape.num_pages)).set(1)
 
