@@ -15,6 +15,7 @@ from rounds import Expected, check_logits, check_rounds
 from outrider import LLM, SamplingParams
 from outrider.drafters.eagle3 import Eagle3
 from outrider.engine.engine import Engine
+from outrider.layers.cached import cached_layers
 
 TAPS = [1, 2, 4]
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
@@ -306,3 +307,26 @@ def test_surplus_tensor_is_refused(target_path: Callable[..., Path], tmp_path: P
     path = tiny.save_eagle3(tmp_path / "head", tensors)
     with pytest.raises(ValueError, match=r"mystery\.weight"):
         LLM(target_path("llama"), {"model": str(path)}, max_model_len=64)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_following_remembers_what_drafting_would(layers: int, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """Without drafts to make, the last layer stops at its keys and values."""
+    head = tiny.save_eagle3(
+        tmp_path / "head", tiny.eagle3_tensors(64, 64, 3, tiny.VOCAB, num_layers=layers), num_hidden_layers=layers
+    )
+    found = []
+    for shortened in (True, False):
+        settings = {"model": str(head), "force": True, "num_speculative_tokens": 3}
+        with LLM(target_path(), settings, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16) as llm:
+            assert isinstance(llm.drafter, Eagle3)
+            network = llm.drafter.network
+            if not shortened:
+                network.follow = network.forward  # type: ignore[method-assign]
+            params = SamplingParams(max_tokens=1, temperature=0)
+            llm.generate([list(range(5, 53))], params)  # three parts, the last one with a draft
+            pages = [page for layer in cached_layers(network) for page in layer.pages or ()]
+            found.append([page[1:].clone() for page in pages])  # the first one is a dump
+    assert len(found[0]) == 2 * layers
+    assert all(map(torch.equal, *found))
+    assert all(page.any() for page in found[0])

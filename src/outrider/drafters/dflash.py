@@ -18,9 +18,6 @@ from outrider.drafters.dflash_reader import canonical_name
 from outrider.drafters.dspark import ConfidenceHead, MarkovHead
 from outrider.drafters.head import twin
 from outrider.kernels.activation import GATED
-from outrider.kernels.linear import linear
-from outrider.kernels.packed import Packed
-from outrider.kernels.rope import rope_write
 from outrider.kernels.sampling import choose
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import DecoderBlock, block_weights
@@ -77,30 +74,13 @@ class DFlashNetwork(nn.Module):
         context = self.hidden_norm(self.fc(taps.flatten(1)))
         for block in self.layers:
             assert isinstance(block, DecoderBlock)
-            write_context(block.attention, context, batch)
+            block.attention.remember(context, batch)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """A block's embeddings [B R, H] -> what the head reads."""
         for block in self.layers:
             x = block(x, batch)
         return self.norm(x)
-
-
-def write_context(attention: SelfAttention, context: Tensor, batch: Batch) -> None:
-    """Keys and values of the context [T, H] go to the rows' own places; of the fused projection the queries' rows are
-    left out."""
-    shape, qkv = attention.shape, attention.qkv
-    assert attention.pages is not None, "the layer has no cache memory yet"
-    first = shape.num_heads * shape.head_dim
-    bias = qkv.bias[first:] if qkv.bias is not None else None
-    packed = qkv.packed
-    if packed is not None:
-        packed = Packed(packed.kind, packed.data[first:], packed.scales[first:] if packed.scales is not None else None)
-    rows = linear(context, qkv.weight[first:], bias, packed).view(len(context), -1, shape.head_dim)
-    k, v = rows.split(shape.num_kv_heads, dim=1)
-    if attention.k_norm is not None:
-        k = attention.k_norm(k)
-    rope_write(k, k, v, attention.rotary(batch), attention.pages, batch.write_locations)  # there are no queries
 
 
 @drafters.register("dflash", "dspark")

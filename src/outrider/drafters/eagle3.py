@@ -15,6 +15,7 @@ from outrider.drafters.base import Drafter, Reading, drafters
 from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, resolve
 from outrider.drafters.head import FIRST_KEY as FIRST_KEY
 from outrider.drafters.head import FeedbackDrafter, FeedbackNetwork, actual_names, layer_weights, twin, unless_same
+from outrider.layers.attention import SelfAttention
 from outrider.layers.block import DecoderBlock
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
@@ -35,6 +36,12 @@ class FusedBlock(nn.Module):
     def forward(self, embedding: Tensor, state: Tensor, batch: Batch, *, norm_before_residual: bool) -> Tensor:
         inputs = side_by_side((self.block.attention_norm, embedding), (self.hidden_norm, state))
         return self.block.run(inputs[:, -state.shape[-1] :] if norm_before_residual else state, inputs, batch)
+
+    def remember(self, embedding: Tensor, state: Tensor, batch: Batch) -> None:
+        """Keys and values alone."""
+        assert isinstance(self.block.attention, SelfAttention)
+        inputs = side_by_side((self.block.attention_norm, embedding), (self.hidden_norm, state))
+        self.block.attention.remember(inputs, batch)
 
 
 class Eagle3Network(FeedbackNetwork):
@@ -77,6 +84,13 @@ class Eagle3Network(FeedbackNetwork):
             x = block(x, batch)
         normed = self.norm(x)
         return normed, normed if self.config.norm_output else x
+
+    def follow(self, embedding: Tensor, state: Tensor, batch: Batch) -> None:
+        """A single layer, as most heads have, need not be computed beyond its keys and values."""
+        if len(self.rest) or not isinstance(self.first.block.attention, SelfAttention):
+            super().follow(embedding, state, batch)
+        else:
+            self.first.remember(embedding, state, batch)
 
 
 @drafters.register("eagle3")

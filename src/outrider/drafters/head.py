@@ -193,6 +193,10 @@ class FeedbackNetwork(nn.Module):
     embed: Embedding | None  # None: the target's
     head: Head | None
 
+    def follow(self, embedding: Tensor, state: Tensor, batch: Batch) -> None:
+        """Remembers the same. Subclasses may leave out what only drafts need."""
+        self(embedding, state, batch)
+
 
 class FeedbackDrafter(Drafter):
     """Subclasses say what a row's state is (`_features`)."""
@@ -215,9 +219,11 @@ class FeedbackDrafter(Drafter):
 
     def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
         extension = extend(step, FIRST_KEY, lag=1)  # training counted positions by the hidden state
-        normed, feedback = self._run(extension.batch, self._features(shifted(hidden, extension, step)))
+        state = self._features(shifted(hidden, extension, step))
         if not step.depth:
+            self.network.follow(embed_rows(self.embed, extension.batch), state, extension.batch)
             return no_draft(step, self.lookahead)
+        normed, feedback = self._run(extension.batch, state)
         feedback = feedback[extension.last]
 
         def advance(tokens: Tensor, ahead: int) -> Tensor:

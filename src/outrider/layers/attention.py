@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.attention import AttentionOptions, paged_attention
+from outrider.kernels.linear import linear
+from outrider.kernels.packed import Packed
 from outrider.kernels.rope import HeadNorms, rope_write
 from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
@@ -80,3 +82,19 @@ class SelfAttention(CachedLayer):
         q, k, v = self.project(x)
         q = rope_write(q, k, v, self.rotary(batch), self.pages, batch.write_locations, self.head_norms)
         return self.finish(paged_attention(q, self.pages, batch, self.options, self.sinks), x, residual)
+
+    def remember(self, x: Tensor, batch: Batch) -> None:
+        """Only keys and values of x [T, in]: of the joint projection the queries' rows are left out."""
+        assert self.pages is not None, "the layer has no cache memory yet"
+        shape, qkv = self.shape, self.qkv
+        first = shape.num_heads * shape.head_dim
+        bias = qkv.bias[first:] if qkv.bias is not None else None
+        packed = qkv.packed
+        if packed is not None:
+            scales = packed.scales[first:] if packed.scales is not None else None
+            packed = Packed(packed.kind, packed.data[first:], scales)
+        rows = linear(x, qkv.weight[first:], bias, packed).view(len(x), -1, shape.head_dim)
+        k, v = rows.split(shape.num_kv_heads, dim=1)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        rope_write(k, k, v, self.rotary(batch), self.pages, batch.write_locations)  # there are no queries
