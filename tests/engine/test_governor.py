@@ -122,6 +122,16 @@ def test_sizes_are_judged_alone() -> None:
     assert governor.depth(64) == 0
 
 
+def test_requests_may_want_fewer() -> None:
+    """Then a trial of more ends as well, and whoever comes later finds a governor at work."""
+    world, governor, chance = World(0.0, 0.3, 0.1), Governor(5), random.Random(3)
+    for number in range(200):
+        depth = min(governor.depth(1), 1)
+        governor.note([0], depth, number * 2.0, number * 2.0 + world.seconds(depth))
+    run(world, governor, 300, chance)
+    assert governor.depth(1) == 0
+
+
 def test_depths() -> None:
     assert depths_up_to(1) == (0, 1)
     assert depths_up_to(5) == (0, 1, 2, 5)

@@ -11,6 +11,7 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # upper e
 WINDOW = 48  # rounds that averages look back on
 FIRST = 8  # rounds at a new size before another depth is tried
 TRIAL = 5  # rounds of a trial; the first ones may still pay for the change
+STRAY = 0.25  # of a round of it: one that has another depth
 MARGIN = 1.03  # a depth must be so much better than the one that is in use
 REVIEW = 4  # rounds between decisions
 PRICE = 0.01  # share of the time that trials may cost of which nothing new is expected
@@ -41,7 +42,7 @@ class Size:
     depth: int  # in use
     seconds: dict[int, Average] = field(default_factory=dict)  # a round takes, by depth
     trial: int | None = None  # the depth that is tried now
-    num_left: int = 0  # rounds of the trial
+    num_left: float = 0.0  # rounds of the trial
     num_rounds: int = 0  # since the last trial
     num_trials: int = 0
 
@@ -78,8 +79,9 @@ class Governor:
             if size.num_rounds % REVIEW == 0:
                 self._choose(size)
                 self._try(size)
-        elif depth == size.trial:
-            size.num_left -= 1
+        else:
+            # Rounds under way have the depth of before; but requests may also want no more, whatever is tried.
+            size.num_left -= 1 if depth == size.trial else STRAY
             if size.num_left <= 0:
                 size.trial, size.num_rounds = None, 0
                 self._choose(size)

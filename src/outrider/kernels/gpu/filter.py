@@ -15,11 +15,8 @@ from outrider.kernels.gpu import launch
 
 BLOCK = 4096  # columns of a program: how many share a row depends on its width alone, and so do the bits of its sums
 DIGIT = 3  # bits
-PEAK, BY_COUNT, BY_MASS = (
-    0,
-    1,
-    2,
-)  # what a launch looks for: the largest logit, a digit of the k-th best, one of the cut
+# what a launch seeks: the largest logit, a digit of the k-th best, or one of the cut
+PEAK, BY_COUNT, BY_MASS = 0, 1, 2
 
 
 @triton.jit
@@ -48,6 +45,7 @@ def _value(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def _weight(value, top, heat):
+    """Of a logit, where the largest one weighs 1."""
     return tl.exp((value - top) * (1 / tl.maximum(heat, 1e-6)))
 
 
