@@ -104,29 +104,20 @@ class Governor:
         self._latest = size
         return size
 
-    def rate(self, size: Size, depth: int) -> float | None:
-        """Tokens a second of a request; None: not known. Between depths that were timed, time is taken to grow
-        evenly."""
-        known = {each: average.value for each, average in size.seconds.items()}
-        if depth in known:
-            seconds = known[depth]
-        elif self.depths[0] in known and self.depths[-1] in known:
-            first, last = known[self.depths[0]], known[self.depths[-1]]
-            seconds = first + (last - first) * depth / self.depths[-1]
-        else:
-            return None
-        tokens = self._tokens[depth]
-        return tokens.value / seconds if tokens.count else None
-
     def _choose(self, size: Size) -> None:
         """Of the depths that were timed."""
-        rates = {depth: self.rate(size, depth) for depth in size.seconds}
-        known = {depth: rate for depth, rate in rates.items() if rate is not None}
-        if not known:
+        rates = {depth: self._tokens[depth].value / average.value for depth, average in size.seconds.items()}
+        if not rates:
             return
-        best = max(known, key=lambda depth: known[depth])
-        if size.depth not in known or known[best] > MARGIN * known[size.depth]:
+        best = max(rates, key=lambda depth: rates[depth])
+        if size.depth not in rates or rates[best] > MARGIN * rates[size.depth]:
             size.depth = best
+
+    def _seconds(self, size: Size) -> dict[int, float]:
+        """What a round takes, by depth. Between none and all, where it was never timed, it is taken to grow evenly."""
+        first, last = (size.seconds[depth].value for depth in (self.depths[0], self.depths[-1]))
+        guess = {depth: first + (last - first) * depth / self.depths[-1] for depth in self.depths}
+        return guess | {depth: average.value for depth, average in size.seconds.items()}
 
     def _try(self, size: Size) -> None:
         """Begins a trial, if one is due."""
@@ -136,16 +127,17 @@ class Governor:
         if ends:
             self._begin(size, ends[0])
             return
-        rates = {depth: self.rate(size, depth) or 0.0 for depth in self.depths}
+        seconds = self._seconds(size)
+        rates = {depth: self._tokens[depth].value / seconds[depth] for depth in self.depths}
         best = max(rates, key=lambda depth: rates[depth])
         if rates[best] > MARGIN * rates[size.depth]:  # it looks better, and was never timed
             self._begin(size, best)
             return
-        ends = [depth for depth in (self.depths[-1], self.depths[0]) if depth != size.depth]
-        end = ends[size.num_trials % len(ends)]
-        loss = TRIAL * size.seconds[end].value * max(1 - rates[end] / rates[size.depth], 0.0)
-        if loss <= PRICE * size.num_rounds * size.seconds[size.depth].value:  # what is known may be out of date
-            self._begin(size, end)
+        others = [depth for depth in reversed(self.depths) if depth != size.depth]
+        other = others[size.num_trials % len(others)]
+        loss = TRIAL * seconds[other] * max(1 - rates[other] / rates[size.depth], 0.0)
+        if loss <= PRICE * size.num_rounds * seconds[size.depth]:  # what is known may be out of date
+            self._begin(size, other)
 
     def _begin(self, size: Size, depth: int) -> None:
         size.trial, size.num_left = depth, TRIAL
