@@ -279,16 +279,19 @@ def test_a_feature_drafter_gets_the_positions_of_the_states_it_reads(
     """Rows of an EAGLE-3 head stand one token after the hidden state they read, whose three positions they have, and
     whose image features are embedded: across chunks, after prefix hits, and while drafting."""
     seen: list[tuple[int, list[int], bool]] = []
-    forward = Eagle3Network.forward
 
-    def spy(self: Eagle3Network, embedding: Any, state: Any, batch: Batch) -> Any:
-        shown = embedding - self_embed(batch.input_ids)
-        for row, index in enumerate(batch.indices.tolist()):
-            if int(batch.write_locations[row]) >= SMALL["page_size"]:  # not written to the dump
-                seen.append((index, batch.positions[:, row].tolist(), bool(shown[row].any())))
-        return forward(self, embedding, state, batch)
+    def spied(run: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(self: Eagle3Network, embedding: Any, state: Any, batch: Batch) -> Any:
+            shown = embedding - self_embed(batch.input_ids)
+            for row, index in enumerate(batch.indices.tolist()):
+                if int(batch.write_locations[row]) >= SMALL["page_size"]:  # not written to the dump
+                    seen.append((index, batch.positions[:, row].tolist(), bool(shown[row].any())))
+            return run(self, embedding, state, batch)
 
-    monkeypatch.setattr(Eagle3Network, "forward", spy)
+        return spy
+
+    for name in ("forward", "follow"):
+        monkeypatch.setattr(Eagle3Network, name, spied(getattr(Eagle3Network, name)))
     rope = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
     settings = {"method": "eagle3", "model": str(tiny.save_eagle3(tmp_path / "eagle3", **rope)), "force": True}
     prompt = prompts_of("qwen2_5_vl")[0]
