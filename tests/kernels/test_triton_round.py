@@ -154,3 +154,5 @@ def test_note(drafts: bool) -> None:
         theirs.keep_draft(step.batch.slots, made)
         assert ours.state.tokens[:, :-1].equal(theirs.state.tokens[:, :-1])
         assert ours.state.draft_count.equal(theirs.state.draft_count)
+    else:
+        assert not ours.state.draft_count[step.batch.slots].any()

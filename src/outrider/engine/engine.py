@@ -292,6 +292,7 @@ class Engine:
     def _draft(self, step: Step, hidden: Hidden, verdict: Verdict, *, resting: bool) -> Draft | None:
         if resting:
             self.cache.miss(step, hidden)
+            self.cache.state.draft_count[step.batch.slots] = 0
             return None
         hidden.carry = self.cache.carry[step.batch.slots]
         self.cache.keep_taps(step, hidden, verdict)

@@ -7,7 +7,8 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # upper ends: batches that cost about the same
+from outrider.engine.seats import NUM_SEATS
+
 WINDOW = 48  # rounds that averages look back on
 FIRST = 8  # rounds at a new size before another depth is tried
 TRIAL = 5  # rounds of a trial; the first ones may still pay for the change
@@ -89,15 +90,14 @@ class Governor:
     def _learn(self, size: Size, depth: int, accepted: Sequence[int], seconds: float) -> None:
         for fewer in self.depths:
             if fewer <= depth:  # with fewer drafts as many would have been accepted, as far as they reach
-                brought = sum(1 + min(count, fewer) for count in accepted) / max(len(accepted), 1)
-                self._tokens[fewer].add(brought)
+                self._tokens[fewer].add(1 + sum(min(count, fewer) for count in accepted) / len(accepted))
         average = size.seconds.setdefault(depth, Average())
         if average.count > 2:
             seconds = min(seconds, OUTLIER * average.value)
         average.add(seconds)
 
     def _size(self, num_requests: int) -> Size:
-        number = min(bisect.bisect_left(SIZES, num_requests), len(SIZES) - 1)
+        number = bisect.bisect_left(NUM_SEATS, num_requests)
         size = self._sizes.get(number)
         if size is None:  # whatever was best for the batches before is a good start
             size = self._sizes[number] = Size(self.latest)
@@ -142,9 +142,10 @@ class Governor:
     def _begin(self, size: Size, depth: int) -> None:
         size.trial, size.num_left = depth, TRIAL
         size.num_trials += 1
-        faded = [average for deeper, average in self._tokens.items() if deeper > size.depth]
-        for average in [*faded, *(size.seconds[each] for each in size.seconds if each == depth)]:
-            average.fade()
+        size.seconds.get(depth, Average()).fade()
+        for deeper in self.depths:
+            if deeper > size.depth:
+                self._tokens[deeper].fade()
 
 
 def depths_up_to(lookahead: int) -> tuple[int, ...]:

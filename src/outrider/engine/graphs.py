@@ -16,11 +16,10 @@ from torch import Tensor
 from outrider.engine.request import Outcome, Request, Status
 from outrider.engine.runner import Runner
 from outrider.engine.sampler import adjusts, is_filtered, is_greedy, sampling_of
-from outrider.engine.seats import Kind, Seats, fits
+from outrider.engine.seats import NUM_SEATS, Kind, Seats, fits
 from outrider.types import Step
 
 MAX_FLYING = 2  # rounds under way: one runs, the next is already queued
-SEATS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 # who goes on decoding while so many rounds are under way, with how many drafts each; nobody: none
 Steady = Callable[[int], tuple[list[Request], int]]
@@ -77,7 +76,7 @@ class Graphs:
 
     def __init__(self, runner: Runner, run: Callable[[Step], tuple[Tensor, Tensor]], max_num_seats: int) -> None:
         self._runner, self._run = runner, run
-        self._sizes = sorted({size for size in SEATS if size < max_num_seats} | {max_num_seats})
+        self._sizes = sorted({size for size in NUM_SEATS if size < max_num_seats} | {max_num_seats})
         self._nobody = runner.cache.shape.num_slots - 1
         self._recordings: dict[Kind, Recording] = {}
         self._pool: Any = None  # of memory; all recordings share it, as they never run at once

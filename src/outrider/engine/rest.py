@@ -41,6 +41,5 @@ def catch_up(drafter: Drafter, cache: Cache, runner: Runner, requests: Sequence[
     verdict = Verdict(tokens=nothing[:, None], count=nothing, kept=step.num_rows)
     cache.keep_taps(step, hidden, verdict)
     drafter.propose(step, hidden, verdict)
-    cache.state.draft_count[step.batch.slots] = 0
     for request in behind:
         request.num_missed = 0

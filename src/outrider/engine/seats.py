@@ -13,6 +13,8 @@ from outrider.engine.request import Request
 from outrider.engine.sampler import barred_ids
 from outrider.types import Sampling
 
+# of rounds that cost about the same, up to each of them
+NUM_SEATS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # what the options of a seat have room for
 MAX_ENDS = 16  # ids that min_tokens bars
 MAX_WORDS = 32  # bad words
