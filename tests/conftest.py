@@ -15,12 +15,13 @@ import tiny
 from replay import record_on_a_cpu
 
 from outrider.engine import engine as engines
+from outrider.engine.policy import FixedDepth
 from outrider.kernels import dispatch
 
 torch.set_num_threads(1)  # tiny models; the suite runs on several processes
 # Drafters draft as much as they can, whatever it is worth: what is tested must not depend on how fast a machine is.
-is_adaptive = engines.is_adaptive
-engines.is_adaptive = lambda settings: False
+depth_policy = engines.depth_policy
+engines.depth_policy = lambda settings, lookahead: FixedDepth(lookahead)
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +52,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def adaptive(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tests that are marked so, drafters draft as much as is worth it."""
     if request.node.get_closest_marker("adaptive") is not None:
-        monkeypatch.setattr(engines, "is_adaptive", is_adaptive)
+        monkeypatch.setattr(engines, "depth_policy", depth_policy)
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ from torch import Tensor
 from outrider.engine.cache import Cache, CacheShape
 from outrider.engine.checkpoint import open_checkpoint
 from outrider.engine.loader import build_target, load_weights
-from outrider.engine.request import Request
-from outrider.engine.runner import Runner
-from outrider.engine.scheduler import Work
+from outrider.engine.request import Request, Work
+from outrider.engine.runner import Runner, exact_shape
 from outrider.models.base import Target
 from outrider.sampling_params import SamplingParams
 
@@ -22,6 +21,11 @@ def load_target(path: Path) -> Target:
     load_weights(target, checkpoint)
     checkpoint.close()
     return target
+
+
+def prompt_work(request: Request, start: int, num_rows: int, *, emits: bool) -> Work:
+    """Some rows of a prompt."""
+    return Work(request, num_rows, 0, emits, start + num_rows)
 
 
 class Harness:
@@ -47,11 +51,11 @@ class Harness:
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
         for start in range(0, max(len(prompt) for prompt in prompts), chunk):
             plan = [
-                Work(request, start, min(chunk, len(request.prompt) - start), 0, emits=True)
+                prompt_work(request, start, min(chunk, len(request.prompt) - start), emits=True)
                 for request in requests
                 if start < len(request.prompt)
             ]
-            step = self.runner.pack(plan, 0)
+            step = self.runner.pack(plan, exact_shape(plan, 0))
             hidden = self.target(step.batch, taps)
             self.cache.state.computed[step.batch.slots] += step.num_rows
             logits = self.target.logits(hidden.last)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from outrider.engine import engine as engines
-from outrider.engine.graphs import Graphs, Recording
-from outrider.engine.seats import Kind, Seats
+from outrider.engine.graphs import GraphKey, Graphs, Recording, Result
 
 
 @dataclass
@@ -17,29 +16,29 @@ class Again:
     """Instead of a CUDA graph."""
 
     graphs: Graphs
-    seats: Seats
-    kind: Kind
-    outcome: tuple[torch.Tensor, torch.Tensor]
+    seats: torch.Tensor
+    key: GraphKey
+    result: Result
 
     def replay(self) -> None:
-        for old, new in zip(self.outcome, self.graphs._round(self.seats, self.kind), strict=True):
-            old.copy_(new)
+        new = self.graphs._round(self.seats, self.key)
+        self.result.outcomes.copy_(new.outcomes)
+        self.result.logits.copy_(new.logits)
 
 
-def record(graphs: Graphs, kind: Kind) -> Recording:
-    seats = Seats.of(kind, graphs._nobody, graphs._runner.vocab_size, graphs._runner.device)
-    outcome = graphs._round(seats, kind)
-    return Recording(Again(graphs, seats, kind, outcome), seats, *outcome)  # type: ignore[arg-type]
+def record(graphs: Graphs, key: GraphKey) -> Recording:
+    seats = graphs._empty_seats(key.shape)
+    result = graphs._round(seats, key)
+    again = Again(graphs, seats, key, result)
+    return Recording(again, seats, result, graphs._runner.options.generation)  # type: ignore[arg-type]
 
 
-class Landed:
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
+def to_host(table: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return table.clone(), None  # the next replay writes over it
 
 
 def record_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines record rounds wherever they are."""
     monkeypatch.setattr(engines, "records", lambda config: not config.enforce_eager)
+    monkeypatch.setattr(engines, "to_host", to_host)
     monkeypatch.setattr(Graphs, "_record", record)
-    monkeypatch.setattr(torch.cuda, "Event", Landed)

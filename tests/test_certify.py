@@ -39,7 +39,8 @@ from outrider.certify.report import show_certificate
 from outrider.engine import engine as engine_module
 from outrider.engine import sampler as sampler_module
 from outrider.engine.request import Logprob
-from outrider.engine.verify import verify
+from outrider.kernels import round as round_module
+from outrider.kernels.round import judge
 from outrider.types import Step, Verdict
 
 SMALL = Effort(num_prompts=2, num_seeds=1, max_tokens=10, alone_every=6, others_every=3, max_draws=500)
@@ -125,24 +126,21 @@ def test_ngram_is_the_drafter_of_a_model_without_one(pair: tuple[Path, dict[str,
 
 def accepts_anything(step: Step, choice: Tensor) -> Verdict:
     """The first draft token stands, whatever the target says."""
-    if step.logit_rows.shape[1] > 1:
-        draft = step.batch.input_ids[step.logit_rows[:, 1]]
-        choice = torch.cat([torch.where(step.num_drafts > 0, draft, choice[:, 0])[:, None], choice[:, 1:]], dim=1)
-    return verify(step, choice)
+    request = step.batch.request[step.judged]
+    first = torch.arange(len(choice)) == step.judged_start[request]
+    drafted = first & (step.num_drafts[request] > 0)
+    draft = step.batch.input_ids[torch.where(drafted, step.judged + 1, 0)]
+    return judge(step, torch.where(drafted, draft, choice))
 
 
-def accepts_nothing(step: Step, choice: Tensor) -> Verdict:
-    return Verdict(
-        tokens=choice,
-        count=step.emits.long(),
-        kept=step.num_rows - torch.where(step.emits, step.num_drafts, 0),
-    )
+def agree_on_nothing(choice: Tensor, draft: Tensor, num_drafts: Tensor) -> Tensor:
+    return torch.zeros_like(num_drafts)
 
 
 def test_a_verifier_that_accepts_a_wrong_token_is_found(
     pair: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "verify", accepts_anything)
+    monkeypatch.setattr(engine_module, "judge", accepts_anything)
     certificate = certify(*pair, effort=SMALL)
     assert (certificate.verdict, certificate.exit_status) == ("mismatch", 1)
     assert certificate.control_mismatches == 0  # the plain side has no draft to get wrong
@@ -161,7 +159,7 @@ def test_the_plain_choice_wins_at_the_divergence(
     pair: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The margin is computed with the very noise of the request, so the plain side's token must come out ahead."""
-    monkeypatch.setattr(engine_module, "verify", accepts_anything)
+    monkeypatch.setattr(engine_module, "judge", accepts_anything)
     monkeypatch.setattr("outrider.certify.questions.OPTIONS", {"plain": OPTIONS["plain"]})
     monkeypatch.setattr("outrider.certify.questions.TEMPERATURES", (1.0,))
     certificate = certify(*pair, effort=replace(SMALL, max_draws=20))
@@ -173,7 +171,7 @@ def test_the_plain_choice_wins_at_the_divergence(
 
 
 def test_nothing_accepted_is_inconclusive(pair: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "verify", accepts_nothing)
+    monkeypatch.setattr(round_module, "agree", agree_on_nothing)
     certificate = certify(*pair, effort=replace(SMALL, num_prompts=1, max_draws=20))
     assert certificate.counts.mismatches == 0
     assert (certificate.verdict, certificate.exit_status) == ("inconclusive", 3)
@@ -344,7 +342,7 @@ def test_the_command_prints_one_json_object(
 def test_a_mismatch_is_exit_status_one(
     call: Callable[..., Any], pair: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "verify", accepts_anything)
+    monkeypatch.setattr(engine_module, "judge", accepts_anything)
     result = call("--model", pair[0], "--speculative-config", json.dumps(pair[1]), "--quick", "--max-tokens", 6)
     assert result.exit_code == 1
     assert "MISMATCH" in result.stdout

@@ -208,14 +208,14 @@ def test_what_is_known_early_is_what_is_known_in_the_end(pair: LLM) -> None:
 
 
 def test_measuring_leaves_no_trace(pair: LLM) -> None:
-    before = pair.engine.drafter, pair.engine.taps, pair.engine.scheduler
+    before = pair.engine.drafting, pair.engine.scheduler
     hits, free = pair.engine.scheduler.stats.queried, pair.engine.scheduler.pool.num_free
     for trial in trials(pair.drafter, pair.target):  # type: ignore[arg-type]
         with trial.enter(pair.drafter) as other:  # type: ignore[arg-type]
             follow(pair.engine, other, [[1, 2, 3]], 3)
     with pytest.raises(RuntimeError, match="stop"):
         follow(pair.engine, pair.drafter, [[1, 2, 3]], 3, on_step=_fail)  # type: ignore[arg-type]
-    assert (pair.engine.drafter, pair.engine.taps, pair.engine.scheduler) == before
+    assert (pair.engine.drafting, pair.engine.scheduler) == before
     assert (pair.engine.scheduler.stats.queried, pair.engine.scheduler.pool.num_free) == (hits, free)
     assert not pair.engine.has_work
 

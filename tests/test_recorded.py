@@ -132,8 +132,10 @@ def test_warm_up(pages: int | None, target_path: Callable[..., Path], tmp_path: 
         options |= {"kv_cache_memory": pages * page_bytes, "max_model_len": 16}
     with LLM(target_path(), settings, **options) as llm:
         llm.warm_up()
-        assert llm.engine.num_recordings == 2 * 2 * 3  # one, two and three requests, greedy or not, with drafts or not
+        recorded = llm.engine.num_recordings
+        # one, two and three requests that decode, with drafts or not; prompts up to as many rows as there are
+        assert recorded > 2 * 3
         assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.capacity
         if pages is None:
             assert answers(llm, GREEDY) == plain
-            assert llm.engine.num_recordings == 2 * 2 * 3
+            assert llm.engine.num_recordings == recorded

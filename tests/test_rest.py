@@ -15,7 +15,7 @@ from samples import METHODS, drafter_settings, guide, sample_target, suits
 from outrider import LLM, SamplingParams
 from outrider.certify.restless import Restless
 from outrider.engine import engine as engines
-from outrider.engine.governor import Governor
+from outrider.engine.policy import FixedDepth
 from outrider.llm import total_speculation
 from outrider.types import Draft, Hidden, Step, Verdict
 
@@ -67,7 +67,7 @@ def compare(path: Path, speculative: dict[str, Any], *, seed: int, batch: int, r
         assert llm.drafter is not None
         later = Drafts(llm) if not recorded else None
         guide(llm.drafter, [p + t for p, t in zip(PROMPTS, plain, strict=True)], llm.target.vocab_size)
-        llm.engine.governor = restless = Restless(llm.engine.lookahead, seed, NUM_MISSABLE)
+        llm.engine.drafting.policy = restless = Restless(llm.engine.lookahead, seed, NUM_MISSABLE)
         outputs = llm.generate(PROMPTS, VARIED)
         assert [output.outputs[0].token_ids for output in outputs] == plain
         assert restless.num_rests > 1
@@ -101,15 +101,6 @@ def test_recorded_rests_change_nothing(method: str, target_path: Callable[..., P
     compare(path, drafter_settings(method, tmp_path, target_path, family), seed=2, batch=3, recorded=True)
 
 
-class Fixed(Governor):
-    """One depth, whatever comes."""
-
-    now = 0
-
-    def depth(self, num_requests: int) -> int:
-        return self.now
-
-
 @pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model"])
 def test_what_the_drafter_has_not_seen_is_not_reused(
     method: str, target_path: Callable[..., Path], tmp_path: Path
@@ -122,10 +113,10 @@ def test_what_the_drafter_has_not_seen_is_not_reused(
     for rests in (False, True):
         with LLM(path, speculative, **SIZES) as llm:
             assert llm.drafter is not None
-            llm.engine.governor = governor = Fixed(llm.engine.lookahead)
-            governor.now = 0 if rests else llm.engine.lookahead
+            llm.engine.drafting.policy = policy = FixedDepth(llm.engine.lookahead)
+            policy.latest = 0 if rests else llm.engine.lookahead
             answer = llm.generate([PROMPTS[0]], replace(PARAMS, max_tokens=60))[0].outputs[0].token_ids
-            governor.now = llm.engine.lookahead
+            policy.latest = llm.engine.lookahead
             drafts = Drafts(llm)
             output = llm.generate([[*PROMPTS[0], *answer, 7, 8]], replace(PARAMS, max_tokens=20))[0]
             found.append((output.outputs[0].token_ids, drafts.after))
@@ -145,14 +136,14 @@ def test_a_rest_leaves_no_draft_behind(
     speculative = drafter_settings("eagle3", tmp_path, target_path, "llama")
     with LLM(target_path(), speculative, enforce_eager=not recorded, **SIZES) as llm:
         engine = llm.engine
-        engine.governor = governor = Fixed(engine.lookahead)
-        governor.now = engine.lookahead
+        engine.drafting.policy = policy = FixedDepth(engine.lookahead)
+        policy.latest = engine.lookahead
         (asked,) = llm.requests_for(PROMPTS[0], PARAMS, 0)
         engine.add(asked)
         for _ in range(3):
             engine.step()
         assert engine.cache.state.draft_count[asked.slot] == engine.lookahead
-        governor.now = 0
+        policy.latest = 0
         for _ in range(4):  # rounds under way may still draft
             engine.step()
         assert engine.cache.state.draft_count[asked.slot] == 0

@@ -12,6 +12,7 @@ from functools import cached_property
 from outrider.drafters.base import Drafter, no_draft
 from outrider.engine.engine import Engine
 from outrider.engine.pages import PagePool
+from outrider.engine.policy import FixedDepth
 from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
 from outrider.sampling_params import SamplingParams, Speculation
@@ -152,15 +153,15 @@ def follow(
 def _observing(engine: Engine, drafter: Drafter) -> Iterator[Observed]:
     """With a scheduler of its own: what one drafter wrote must not be found again by another, nor counted."""
     assert not engine.has_work, "an engine at work cannot be measured"
-    before = engine.drafter, engine.taps, engine.scheduler, engine.governor
+    before = engine.scheduler
     limits = replace(engine.scheduler.limits, prefix_caching=False)
     engine.scheduler = Scheduler(limits, PagePool(engine.scheduler.pool.num_pages))
     observed = Observed(drafter, lambda: engine.scheduler.running)
-    engine.drafter, engine.taps, engine.governor = observed, drafter.taps, None
     try:
-        yield observed
+        with engine.drafting_with(observed, FixedDepth(drafter.lookahead)):
+            yield observed
     finally:
-        engine.drafter, engine.taps, engine.scheduler, engine.governor = before
+        engine.scheduler = before
 
 
 def fits(engine: Engine, prompt: Sequence[int], max_tokens: int) -> bool:

@@ -248,7 +248,7 @@ class LLM:
         given = params.prediction
         if not given or params.num_speculative_tokens == 0:
             return None
-        if self.engine.predicting is None:
+        if self.engine.drafting.predicting is None:
             raise ValueError(
                 "a prediction needs room for drafts, and none was reserved: use a drafter (a target with recurrent "
                 "states has no other room), or raise num_predicted_tokens"

@@ -110,7 +110,7 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
             make_exact(target)
         engine = Engine(config, target, drafter, budget, tokenizer)
         engine.end_ids = _end_ids(checkpoint, tokenizer)
-        engine.predicting = _predicting(config, engine)
+        engine.drafting.predicting = _predicting(config, engine)
         return engine, budget
     finally:
         checkpoint.close()

@@ -82,12 +82,18 @@ class SlotState:
     tokens: Tensor  # [S, W] committed tokens, then the draft; the last column is a dump for masked writes
     lengths: Tensor  # [S] number of committed tokens
     computed: Tensor  # [S] number of tokens whose keys and values are in the cache
+    followed: Tensor  # [S] how many of them the drafter has seen
     draft_count: Tensor  # [S] draft tokens that follow the committed ones
     kept_state: Tensor  # [S] which of the recurrent states kept in the last round is the true one
     positions: Tensor | None = None  # [S, 3, W] rotary positions where they are not the index: time, height, width
     last_key: Tensor | None = None  # [S, W] the last index a row sees, where that may be after it: within images
     feature_rows: Tensor | None = None  # [S, W] which of the features stands for a token, -1: none
     features: Tensor | None = None  # [F, L, H] of the images of all running requests
+
+    @property
+    def null_slot(self) -> int:
+        """The last one, which belongs to no request: rows without one are said to be its."""
+        return len(self.lengths) - 1
 
     def positions_at(self, slots: Tensor, indices: Tensor) -> Tensor:
         """Rotary positions of cache indices [..., T]: the same, or [..., 3, T]."""
@@ -144,23 +150,24 @@ class Recurrence:
     first: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sampling:
-    """The sampling options of a batch as tensors. The flags are known to the host when the batch is planned."""
+    """The sampling options of all running requests, by slot. The flags are about the requests of one round: the host
+    knows them when it plans the round."""
 
-    temperature: Tensor  # [B]
-    top_k: Tensor  # [B], V where off
-    top_p: Tensor  # [B]
-    min_p: Tensor  # [B]
-    seed: Tensor  # [B] int64
-    repetition: Tensor  # [B]
-    presence: Tensor  # [B]
-    frequency: Tensor  # [B]
-    prompt_len: Tensor  # [B]
-    min_len: Tensor  # [B] sequence length under which no end token may be chosen
-    end_ids: Tensor  # [B, E] ids barred while too short, padded with -1
-    bias: Tensor | None  # [B, V] logit bias, -inf where a token is not allowed
-    bad_words: Tensor | None  # [B, W, M] id sequences aligned right, padded with -1
+    temperature: Tensor  # [S]
+    top_k: Tensor  # [S], V where off
+    top_p: Tensor  # [S]
+    min_p: Tensor  # [S]
+    seed: Tensor  # [S] int64
+    repetition: Tensor  # [S]
+    presence: Tensor  # [S]
+    frequency: Tensor  # [S]
+    prompt_len: Tensor  # [S]
+    min_len: Tensor  # [S] sequence length under which no end token may be chosen
+    end_ids: Tensor  # [S, E] ids barred while too short, padded with -1
+    bias: Tensor | None  # [S, V] logit bias, -inf where a token is not allowed; None: nobody has one
+    bad_words: Tensor | None  # [S, W, M] id sequences aligned right, padded with -1; None: nobody has any
     greedy: bool  # every request is greedy
     filtered: bool  # some request has top_k, top_p or min_p
     penalised: bool  # some request has a penalty
@@ -181,6 +188,7 @@ class Batch:
     indices: Tensor  # [T] cache index of each row; a row sees the keys up to its own index
     query_start: Tensor  # [B + 1] int32, first row of each request
     request: Tensor  # [T] which request of the batch a row belongs to
+    row_slots: Tensor  # [T] the slot of that request; the null slot for rows that only fill up a fixed size
     slots: Tensor  # [B]
     page_table: Tensor  # [B, M] int32
     write_locations: Tensor  # [T] page * page_size + offset
@@ -194,22 +202,56 @@ class Batch:
     memo: dict[Any, Any] = field(default_factory=dict)  # what layers share within the pass, e.g. rotary tables
 
 
+@dataclass(frozen=True)
+class RoundShape:
+    """The sizes of a round, known to the host before it begins. What a round holds may be less: the rest is padding."""
+
+    num_seats: int  # B
+    num_rows: int  # T
+    num_judged: int  # L, rows whose logits are wanted
+    max_drafts: int  # J - 1, judged drafts of a request
+    depth: int  # tokens to draft for the next round
+    max_rows: int  # of one request
+    max_len: int  # no cache index reaches it
+    rests: bool = False  # the drafter is left out
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Who takes part in a round, as the host planned it. Empty seats hold the null slot and nothing else."""
+
+    slots: Tensor  # [B]
+    pending: Tensor  # [B] tokens to run that are known: a part of the prompt, or the newest token; 0: an empty seat
+    allowed: Tensor  # [B] draft tokens to judge behind them, at most
+    emits: Tensor  # [B] 1 where they reach the last known token, so that a new one comes out
+
+    @classmethod
+    def of(cls, table: Tensor) -> Seats:
+        """table [4, B]: a row for each of the fields."""
+        return cls(*table.unbind())
+
+
 @dataclass
 class Step:
     """One round as planned: the batch, and what is judged in it."""
 
     batch: Batch
+    shape: RoundShape
     starts: Tensor  # [B] cache index of each request's first row
     num_rows: Tensor  # [B]
-    logit_rows: Tensor  # [B, J] rows whose logits are wanted; the first is the one after the last known token
-    num_drafts: Tensor  # [B] how many of the rows after it are for drafts
-    num_valid: Tensor  # [B] how many of those really hold one, the first of them
-    emits: Tensor  # [B] bool; false for a prompt chunk that is not the last
+    num_drafts: Tensor  # [B] how many of the rows, the last ones, hold drafts
+    emits: Tensor  # [B] bool; false for a prompt chunk that is not the last, and for empty seats
+    judged: Tensor  # [L] rows whose logits are wanted: of each request that emits its last known token, then its drafts
+    judged_start: Tensor  # [B + 1] int32, where the judged rows of each request begin
     sampling: Sampling
     state: SlotState
-    depth: int  # draft tokens wanted for the next round; 0: none, but the drafter still follows the text
     tenants: tuple[str | None, ...] = ()  # [B] whose requests they are; what one tenant says, no other may be shown
     predictions: tuple[Prediction | None, ...] = ()  # [B] what each answer is expected to be
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens wanted for the next round; 0: none, but the drafter still follows the text."""
+        return self.shape.depth
 
 
 @dataclass
@@ -233,6 +275,17 @@ class Verdict:
     tokens: Tensor  # [B, J] the target's own choices
     count: Tensor  # [B] how many of them are committed
     kept: Tensor  # [B] rows of the pass that stay in the cache
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round brought one request, as the host reads it."""
+
+    num_judged: int  # drafts that were judged
+    tokens: list[int]  # committed
+    kept: int  # rows that stay in the cache
+    draft: list[int]  # for the next round
+    predicted: bool = False  # the draft is from the request's own prediction
 
 
 @dataclass(frozen=True)

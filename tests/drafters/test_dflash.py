@@ -435,7 +435,7 @@ def test_other_readings_share_the_weights(target_path: Callable[..., Path], tmp_
         assert {"taps +1", "taps -1", "sample_from_anchor true"} <= readings.keys()
         assert readings["taps -1"].apply(llm.drafter).taps == (0, 1, 2)
         other = readings["sample_from_anchor true"].apply(llm.drafter)
-        llm.engine.drafter = other
+        llm.engine.drafting.drafter = other
         output = llm.generate([PROMPTS[0]], PARAMS)[0].outputs[0]
     text, length = PROMPTS[0] + output.token_ids, len(PROMPTS[0]) + 1
     streams, drafter = target_streams(text, TAPS), replace(drafter, from_anchor=True)

@@ -105,8 +105,8 @@ class Watch:
             parts = []
             for place in range(self.drafter.num_modules):
                 end = min(len(request.tokens), request.num_computed + 1 + place)
-                if request.num_missed:  # what comes later, it has yet to see
-                    end = request.num_computed - request.num_missed
+                if request.num_followed < request.num_computed:  # what comes later, it has yet to see
+                    end = request.num_followed
                 for layer in cached_layers(self.drafter.module(place)):
                     assert layer.pages is not None
                     both = [part[request.pages].flatten(0, 1)[1 + place : end].flatten(1) for part in layer.pages]

@@ -1,12 +1,14 @@
 """N-gram lookup against the obvious loop."""
 
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config import SpeculativeConfig
 from outrider.drafters.ngram import Ngram
-from outrider.types import Batch, Hidden, SlotState, Step, Verdict
+from outrider.types import Batch, Hidden, RoundShape, SlotState, Step, Verdict
 
 
 def obvious(tokens: list[int], shortest: int, longest: int, depth: int) -> list[int]:
@@ -48,11 +50,12 @@ def test_against_the_obvious_loop(texts: list[list[int]], shortest: int, extra: 
     zeros = torch.zeros(len(texts), dtype=torch.long)
     slots = torch.arange(len(texts))
     width = int(lengths.max())
-    batch = Batch(zeros, zeros, zeros, zeros.int(), slots, slots, zeros.int(), zeros, 4, width - 1, 1)
-    state = SlotState(table, lengths, zeros, zeros, zeros)
+    batch = Batch(zeros, zeros, zeros, zeros.int(), slots, slots, slots, zeros.int(), zeros, 4, width - 1, 1)
+    state = SlotState(table, lengths, zeros, zeros, zeros, zeros)
     emits = torch.ones(len(texts), dtype=torch.bool)
-    sampling = None
-    step = Step(batch, zeros, zeros, zeros, zeros, zeros, emits, sampling, state, depth)  # type: ignore[arg-type]
+    shape = RoundShape(len(texts), len(texts), 0, 0, depth, 1, width)
+    sampling: Any = None
+    step = Step(batch, shape, zeros, zeros, zeros, emits, zeros, zeros, sampling, state)
     empty = torch.empty(0)
     draft = drafter.propose(step, Hidden(empty, empty), Verdict(zeros, zeros, zeros))
     for row, count, text in zip(draft.tokens.tolist(), draft.count.tolist(), texts, strict=True):

@@ -217,11 +217,11 @@ def test_others_pay_nothing(target_path: Callable[..., Path], monkeypatch: pytes
     rows: dict[str, set[int]] = {}
     pack = Runner.pack
 
-    def watched(self: Runner, plan: Any, depth: int) -> Any:
+    def watched(self: Runner, plan: Any, shape: Any) -> Any:
         for work in plan:
             if work.request.num_outputs:
                 rows.setdefault(work.request.request_id, set()).add(work.num_rows)
-        return pack(self, plan, depth)
+        return pack(self, plan, shape)
 
     monkeypatch.setattr(Runner, "pack", watched)
     with LLM(target_path("llama"), None, **SMALL) as llm:
@@ -233,7 +233,7 @@ def test_others_pay_nothing(target_path: Callable[..., Path], monkeypatch: pytes
         first, second = rows.values()
         assert max(first) == 17
         assert second == {1}
-        llm.engine.predicting = None  # would raise if it were asked
+        llm.engine.drafting.predicting = None  # would raise if it were asked
         llm.generate(PROMPTS, GREEDY)
 
 
@@ -246,14 +246,14 @@ def test_every_request_moves_in_every_step() -> None:
         scheduler.add(request)
     longest = 0
     for _ in range(20):
-        plan = scheduler.next()
+        plan = scheduler.next(depth=1).work
         assert [work.request for work in plan] == requests
         assert sum(work.num_rows for work in plan) <= 11
-        longest = max(longest, *(work.num_drafts for work in plan))
+        longest = max(longest, *(work.allowed for work in plan))
         for work in plan:
-            for _ in range(1 + work.num_drafts):
+            for _ in range(1 + work.allowed):
                 work.request.append(2, 400)
-            scheduler.update(work.request, work.num_rows, 16 if work.request is not requests[3] else 0)
+            scheduler.update(work, work.num_rows, 16 if work.request is not requests[3] else 0)
     assert longest > limits.lookahead
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams
 from outrider.engine.governor import Governor, depths_up_to
+from outrider.engine.policy import FixedDepth
 from outrider.llm import total_speculation
 from outrider.types import Draft
 
@@ -158,6 +159,6 @@ def test_an_engine_adapts() -> None:
         spent = total_speculation([output]).drafted
         assert 0 < spent < 5 * 60
     with LLM(None, {"method": "ngram", "adaptive": False}) as llm:
-        assert llm.engine.governor is None
+        assert isinstance(llm.engine.drafting.policy, FixedDepth)
     with pytest.raises(ValueError, match="adaptive must be true or false"):
         LLM(None, {"method": "ngram", "adaptive": 1})

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from outrider import LLM, SamplingParams
+from outrider.engine.options import Options
 from outrider.engine.request import Request
-from outrider.engine.sampler import adjust, sampling_of
+from outrider.engine.sampler import adjust
 from outrider.kernels.sampling import choose, filter_logits, gumbel
 from outrider.types import Batch, SlotState
 
@@ -22,7 +23,10 @@ VOCAB = 40
 
 def sampling_for(params: SamplingParams, prompt_len: int = 3, **extra: Any) -> Any:
     request = Request("r", [1] * prompt_len, params, seed=params.seed or 0, **extra)
-    return sampling_of([request], VOCAB, torch.device("cpu"))
+    request.slot = 0
+    options = Options(1, VOCAB, torch.device("cpu"))
+    options.write([request], lambda values: values)
+    return options.sampling([request])
 
 
 def naive_adjust(logits: list[float], params: SamplingParams, text: list[int], prompt_len: int) -> list[float]:
@@ -70,10 +74,11 @@ def test_every_row_is_judged_by_its_own_prefix(text: list[int], bad_words: list[
     )
     prompt_len = 3
     sampling = sampling_for(params, prompt_len, end_ids=frozenset([2]), bad_words=bad_words)
-    state = SlotState(torch.tensor([[*text, 0]]), *(torch.zeros(1, dtype=torch.long) for _ in range(4)))
+    state = SlotState(torch.tensor([[*text, 0]]), *(torch.zeros(1, dtype=torch.long) for _ in range(5)))
     rows = torch.arange(len(text))
     zeros = torch.zeros(len(text), dtype=torch.long)
-    batch = Batch(zeros, rows, rows, zeros.int(), zeros, torch.tensor([0]), zeros.int(), zeros, 4, len(text), len(text))
+    size, slots = len(text), torch.tensor([0])
+    batch = Batch(zeros, rows, rows, zeros.int(), zeros, zeros, slots, zeros.int(), zeros, 4, size, size)
     logits = torch.randn(len(text), VOCAB, generator=torch.Generator().manual_seed(1))
     found = adjust(logits, sampling, batch, rows, state)
     for row in range(prompt_len - 1, len(text)):
@@ -134,7 +139,10 @@ def test_choices_follow_the_distribution() -> None:
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 1.5
     count = 20000
     params = SamplingParams(temperature=0.8)
-    sampling = sampling_of([Request("r", [1], params, seed=seed) for seed in range(count)], VOCAB, torch.device("cpu"))
+    requests = [Request("r", [1], params, seed=seed, slot=seed) for seed in range(count)]
+    options = Options(count, VOCAB, torch.device("cpu"))
+    options.write(requests, lambda values: values)
+    sampling = options.sampling(requests)
     rows = torch.arange(count)
     tokens = choose(logits.expand(count, -1), sampling, rows, torch.full((count,), 17))
     counts = torch.bincount(tokens, minlength=VOCAB)

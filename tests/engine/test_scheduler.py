@@ -1,10 +1,15 @@
-"""The scheduler under random requests, verdicts, aborts and little memory: everyone finishes, nothing leaks."""
+"""The scheduler under random requests, verdicts, aborts and little memory, with rounds planned before the outcome of
+those under way is known: everyone finishes, nothing leaks."""
+
+from __future__ import annotations
+
+from collections import deque
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engine.pages import PagePool
-from outrider.engine.request import Request, Status
+from outrider.engine.request import Request, Status, Work
 from outrider.engine.scheduler import Limits, Scheduler
 from outrider.sampling_params import SamplingParams
 
@@ -14,46 +19,92 @@ def make_request(number: int, prompt_len: int, max_tokens: int) -> Request:
     return Request(f"r{number}", prompt, SamplingParams(max_tokens=max_tokens), seed=0)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+class Device:
+    """What a device would know of every request: how far it has come, and how many drafts are waiting."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self._data = data
+        self._computed: dict[Request, int] = {}
+        self._known: dict[Request, int] = {}
+        self._drafts: dict[Request, int] = {}
+
+    def run(self, plan: list[Work], admitted: list[Request], page_size: int) -> list[tuple[Work, int, int, int]]:
+        """Of each: tokens committed, rows kept, drafts made."""
+        for request in admitted:
+            self._computed[request], self._known[request] = request.num_computed, len(request.tokens)
+            self._drafts[request] = 0
+        outcomes = []
+        for work in plan:
+            request = work.request
+            start = self._computed[request]
+            drafts = min(self._drafts[request], work.allowed) if work.emits else 0
+            end = start + work.pending + drafts
+            assert end <= work.end, "the rows reach beyond what was said"
+            assert work.emits == (start + work.pending == self._known[request])
+            final = len(request.prompt) + (request.params.max_tokens or 0)
+            assert len(request.pages) * page_size >= min(end, final), "rows without a page"
+            accepted = self._data.draw(st.integers(0, drafts)) if work.emits else 0
+            kept = work.pending + accepted
+            count = accepted + 1 if work.emits else 0
+            self._computed[request] += kept
+            self._known[request] += count
+            self._drafts[request] = self._data.draw(st.integers(0, work.depth)) if work.emits else 0
+            outcomes.append((work, count, kept, self._drafts[request]))
+        return outcomes
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=10),
     lookahead=st.integers(0, 4),
     num_pages=st.integers(14, 30),
     budget=st.integers(5, 40),
     caching=st.booleans(),
+    max_flying=st.integers(1, 3),
     data=st.data(),
 )
 def test_everyone_finishes(
-    sizes: list[tuple[int, int]], lookahead: int, num_pages: int, budget: int, caching: bool, data: st.DataObject
+    sizes: list[tuple[int, int]],
+    lookahead: int,
+    num_pages: int,
+    budget: int,
+    caching: bool,
+    max_flying: int,
+    data: st.DataObject,
 ) -> None:
     limits = Limits(4, max(budget, 4 * (1 + lookahead)), 48, 4, lookahead, caching)
-    scheduler = Scheduler(limits, PagePool(num_pages))
+    scheduler, device = Scheduler(limits, PagePool(num_pages)), Device(data)
     requests = [make_request(number, *size) for number, size in enumerate(sizes)]
     for request in requests:
         scheduler.add(request)
     first_admitted = None
+    flights: deque[list[tuple[Work, int, int, int]]] = deque()
     for _ in range(3000):
         if not scheduler.has_work:
             break
-        plan = scheduler.next()
-        assert plan, "work is waiting, but nothing is planned"
-        assert sum(work.num_rows for work in plan) <= limits.max_num_batched_tokens
-        assert len({work.request.slot for work in plan}) == len(plan)
-        first_admitted = first_admitted or plan[0].request
-        for work in plan:
+        while len(flights) < max_flying:
+            plan = scheduler.next(lookahead, flying=bool(flights))
+            if not plan.work:
+                assert flights or not scheduler.has_work, "work is waiting, but nothing is planned"
+                break
+            assert sum(work.num_rows for work in plan.work) <= limits.max_num_batched_tokens
+            assert len({work.request.slot for work in plan.work}) == len(plan.work)
+            assert all(work.pending >= 1 for work in plan.work)
+            first_admitted = first_admitted or plan.work[0].request
+            flights.append(device.run(plan.work, plan.admitted, limits.page_size))
+            scheduler.launched(plan.work)
+        for work, count, kept, drafts in flights.popleft() if flights else ():
+            if not work.is_current:
+                continue
             request = work.request
-            assert work.num_rows >= 1
-            assert work.start == request.num_computed
-            assert len(request.pages) * 4 >= work.start + work.num_rows + lookahead, "no room for rows and draft"
-            assert work.emits == (work.start + work.num_rows >= len(request.tokens))
-            accepted = data.draw(st.integers(0, work.num_drafts)) if work.emits else 0
-            for token in range(accepted + 1 if work.emits else 0):
+            for token in range(count):
                 request.append(token % 5, limits.max_model_len)
                 assert request.num_outputs <= (request.params.max_tokens or 0)
                 if request.finished:
                     break
-            kept = work.num_rows - work.num_drafts + accepted if work.emits else work.num_rows
-            scheduler.update(request, kept, data.draw(st.integers(0, lookahead)) if work.emits else 0)
+            scheduler.update(work, kept, drafts)
+        if data.draw(st.integers(0, 40)) == 0:
+            scheduler.abort(data.draw(st.sampled_from(requests)))
         scheduler.pool.check()
     assert all(request.finished for request in requests)
     assert first_admitted is requests[0], "first come, first served"
@@ -66,7 +117,7 @@ def test_abort_frees_everything() -> None:
     requests = [make_request(number, 6, 4) for number in range(3)]
     for request in requests:
         scheduler.add(request)
-    scheduler.next()
+    scheduler.launched(scheduler.next(0).work)
     assert [request.status for request in requests] == [Status.RUNNING, Status.RUNNING, Status.WAITING]
     for request in requests:
         scheduler.abort(request)
@@ -80,14 +131,26 @@ def test_decoding_is_not_delayed_by_long_prompts() -> None:
     scheduler = Scheduler(Limits(4, 8, 400, 4, 0), PagePool(200))
     short, long = make_request(0, 2, 50), make_request(1, 300, 5)
     scheduler.add(short)
-    (work,) = scheduler.next()
+    (work,) = scheduler.next(0).work
     short.append(1, 400)
-    scheduler.update(short, work.num_rows, 0)
+    scheduler.update(work, work.num_rows, 0)
     scheduler.add(long)
     for _ in range(20):
-        plan = scheduler.next()
+        plan = scheduler.next(0).work
         assert [each.request for each in plan] == [short, long]
         assert [each.num_rows for each in plan] == [1, 7]
         short.append(1, 400)
         for each in plan:
-            scheduler.update(each.request, each.num_rows, 0)
+            scheduler.update(each, each.num_rows, 0)
+
+
+def test_no_round_is_planned_for_what_surely_ends() -> None:
+    """A round under way brings one token at least, so one that may bring only one more is left alone."""
+    scheduler = Scheduler(Limits(4, 64, 400, 4, 0), PagePool(200))
+    request = make_request(0, 6, 2)
+    scheduler.add(request)
+    for expected in (6, 1):
+        (work,) = scheduler.next(0, flying=bool(request.flying)).work
+        assert work.num_rows == expected
+        scheduler.launched([work])
+    assert scheduler.next(0, flying=True).work == []

@@ -210,10 +210,10 @@ def test_who_starts_over_takes_no_page_of_others() -> None:
         scheduler.add(request)
 
     def step() -> list[int]:
-        plan = scheduler.next()
+        plan = scheduler.next(0).work
         for work in plan:
             work.request.append(1, 48)
-            scheduler.update(work.request, work.num_rows, 0)
+            scheduler.update(work, work.num_rows, 0)
         return [work.num_rows for work in plan if work.request is second]
 
     assert step() == [10]

@@ -73,6 +73,7 @@ def make_batch(num_rows: Sequence[int], slots: Sequence[int], recurrence: Recurr
         indices=nothing,
         query_start=start.int(),
         request=torch.repeat_interleave(counts),
+        row_slots=torch.tensor(slots)[torch.repeat_interleave(counts)],
         slots=torch.tensor(slots),
         page_table=torch.zeros(len(num_rows), 1, dtype=torch.int32),
         write_locations=nothing,

@@ -52,6 +52,7 @@ def batch_of(rows: list[int], starts: list[int], page_size: int, dtype: torch.dt
         indices=indices,
         query_start=query_start.int(),
         request=request,
+        row_slots=request,
         slots=torch.arange(len(rows)),
         page_table=table,
         write_locations=table[request, indices // page_size].long() * page_size + indices % page_size,
@@ -108,8 +109,45 @@ def test_attention(
 
 def keys_of(batch: Batch, last_key: torch.Tensor | None = None) -> gpu_attention.Keys:
     return gpu_attention.Keys(
-        batch.page_table, batch.query_start, batch.indices, last_key, batch.first_key, batch.page_size, batch.max_rows
+        batch.page_table,
+        batch.query_start,
+        batch.indices,
+        last_key,
+        batch.first_key,
+        batch.page_size,
+        batch.max_rows,
+        {},
     )
+
+
+@pytest.mark.parametrize("window", [0, 11])
+@pytest.mark.parametrize("wanted", [1, 12, 400])
+def test_attention_shares_out_work(wanted: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, drafts, a single row after a long text, empty seats and rows that only fill up, in one pass; several
+    layers share the list. Every row is in the list as often as its keys have parts, once each."""
+    monkeypatch.setattr(gpu_attention, "WANTED_PROGRAMS", wanted)
+    monkeypatch.setattr(gpu_attention, "LEAST_KEYS", 16)
+    rows, filling = [40, 3, 0, 1, 0], 5
+    batch = batch_of(rows, [7, 30, 1, 150, 1], 4, torch.float32)
+    total = sum(rows)
+    for name in ("indices", "request"):
+        more = torch.full((filling,), 0 if name == "indices" else len(rows) - 1, device=DEVICE)
+        setattr(batch, name, torch.cat([getattr(batch, name), more]))
+    pages = (random(300, 4, 2, 16), random(300, 4, 2, 16, seed=5))
+    keys, options = keys_of(batch), attention.AttentionOptions(0.3, window)
+    for layer in range(2):
+        q = random(total + filling, 6, 16, seed=layer)
+        expected = attention.paged_attention_reference(q, pages, batch, options)
+        found = gpu_attention.paged_attention(q, pages, keys, 0.3, window=window)
+        check(found[:total], expected[:total], torch.float32)
+    (work,) = keys.memo.values()
+    assert not work.counters.any(), "whoever puts parts together leaves the counter as it was"
+    items = [item for item in work.items.tolist() if item[0] >= 0]
+    blocks = {(request, block): parts for request, block, _, parts, *_ in items}
+    assert len(items) == sum(blocks.values())
+    assert {request for request, _ in blocks} == {0, 1, 3}
+    longest = blocks[3, 0]
+    assert (longest > 1) is (wanted > 1 and not window)
 
 
 @pytest.mark.parametrize("first_key", [0, 1])

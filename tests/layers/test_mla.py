@@ -98,6 +98,7 @@ def run(layer: LatentAttention, rows: Sequence[Tensor], chunk: int) -> list[Tens
             indices=indices,
             query_start=query_start.int(),
             request=request,
+            row_slots=torch.tensor(list(parts))[request],
             slots=torch.tensor(list(parts)),
             page_table=mine,
             write_locations=mine[request, indices // PAGE_SIZE].long() * PAGE_SIZE + indices % PAGE_SIZE,

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from harness import Harness, load_target
+from harness import Harness, load_target, prompt_work
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.cache_utils import MtpCache
@@ -18,7 +18,7 @@ from transformers.modeling_layers import MtpModel
 
 from outrider.engine.cache import Cache
 from outrider.engine.request import Request
-from outrider.engine.scheduler import Work
+from outrider.engine.runner import exact_shape
 from outrider.kernels import native
 from outrider.layers.mla import LatentShape
 from outrider.layers.moe import MixtureMLP
@@ -198,7 +198,8 @@ def run_modules(target: Target, modules: list[MtpModule], chunk: int) -> list[Te
     found: list[list[Tensor]] = [[] for _ in modules]
     for start in range(0, num_rows, chunk):
         count = min(chunk, num_rows - start)
-        step = harness.runner.pack([Work(request, start, count, 0, emits=True)], 0)
+        plan = [prompt_work(request, start, count, emits=True)]
+        step = harness.runner.pack(plan, exact_shape(plan, 0))
         hidden = target.norm(target(step.batch).last)
         harness.cache.state.computed[0] += count
         for number, module in enumerate(modules):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from harness import Harness, load_target
+from harness import Harness, load_target, prompt_work
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -23,11 +23,10 @@ from outrider.drafters.base import Drafter
 from outrider.engine.cache import Cache, CacheShape
 from outrider.engine.checkpoint import open_checkpoint
 from outrider.engine.loader import build_target, load_weights
-from outrider.engine.request import Request
-from outrider.engine.runner import Runner
-from outrider.engine.scheduler import Work
-from outrider.engine.verify import verify
+from outrider.engine.request import Request, Work
+from outrider.engine.runner import Runner, exact_shape
 from outrider.kernels import native
+from outrider.kernels.round import judge
 from outrider.layers.mtp import MtpModule
 from outrider.llm import total_speculation
 from outrider.models.base import Mtp, Target, targets
@@ -90,23 +89,21 @@ class Pilot:
         pending = len(request.tokens) - request.num_computed
         if pending > 1:  # a chunk of the prompt
             num_rows = min(num_rows, pending)
-            return Work(request, request.num_computed, num_rows, 0, emits=num_rows == pending)
+            return prompt_work(request, request.num_computed, num_rows, emits=num_rows == pending)
         if len(request.tokens) >= len(text):
             return None
         num_drafts = min(num_drafts, request.num_drafts, len(text) - len(request.tokens) - 1)
-        return Work(request, request.num_computed, 1 + num_drafts, num_drafts, emits=True)
+        return Work(request, 1, num_drafts, True, request.num_computed + 1 + num_drafts)
 
     @torch.inference_mode()
     def step(self, plan: list[Work], next_drafts: list[int], next_right: list[int], expected: list[Tensor]) -> None:
-        step = self.runner.pack(plan, 0)
+        step = self.runner.pack(plan, exact_shape(plan, 0))
         hidden = self.target(step.batch)
-        choice = torch.zeros_like(step.logit_rows)
-        for row, work in enumerate(plan):
+        choice: list[int] = []
+        for work in plan:
             text, length = self.texts[int(work.request.request_id)], len(work.request.tokens)
-            after = text[length : length + choice.shape[1]] if work.emits else []
-            choice[row, : len(after)] = torch.tensor(after, dtype=torch.long)
-        verdict = verify(step, choice)
-        self.cache.commit(step, verdict)
+            choice += text[length : length + 1 + work.allowed] if work.emits else []
+        verdict = judge(step, torch.tensor(choice, dtype=torch.long))
         logits = self.target.logits(hidden.last)
         tokens, counts = torch.zeros(len(plan), LOOKAHEAD, dtype=torch.long), torch.zeros(len(plan), dtype=torch.long)
         for row, work in enumerate(plan):
@@ -504,7 +501,8 @@ def test_the_mtp_module(family: str, target_path: Callable[..., Path], tmp_path:
     request.slot = 0
     for begin in range(0, len(text), 7):
         rows = slice(begin, begin + 7)
-        step = runner.pack([Work(request, begin, len(text[rows]), 0, emits=False)], 0)
+        plan = [prompt_work(request, begin, len(text[rows]), emits=False)]
+        step = runner.pack(plan, exact_shape(plan, 0))
         parts.append(module(embedding[rows], hidden[rows], step.batch))
         cache.state.computed[0] += len(text[rows])
     torch.testing.assert_close(torch.cat(parts), dense_module(path, embedding, hidden), atol=1e-4, rtol=0)

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from harness import Harness, load_target
+from harness import Harness, load_target, prompt_work
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from outrider.engine.cache import Cache, CacheShape
 from outrider.engine.loader import load_weights
 from outrider.engine.request import Request
-from outrider.engine.runner import Runner
-from outrider.engine.scheduler import Work
+from outrider.engine.runner import Runner, exact_shape
 from outrider.models.base import Target, targets
 from outrider.models.step3p5 import GatedAttention, Step3p5
 from outrider.sampling_params import SamplingParams
@@ -332,7 +331,8 @@ def run_modules(target: Target, modules: Modules, chunk: int) -> list[tuple[Tens
         cache.state.computed.zero_()
         for start in range(0, len(PROMPT), chunk):
             count = min(chunk, len(PROMPT) - start)
-            step = runner.pack([Work(request, start, count, 0, emits=True)], 0)
+            plan = [prompt_work(request, start, count, emits=True)]
+            step = runner.pack(plan, exact_shape(plan, 0))
             yield slice(start, start + count), step.batch
             cache.state.computed[step.batch.slots] += step.num_rows
 

@@ -27,6 +27,7 @@ from outrider.certify.distribution import DrawPlan, draw, evaluate_draws, plan_d
 from outrider.certify.questions import FULL, OPTIONS, Effort, Question, ask, built_in_prompts
 from outrider.certify.restless import Restless
 from outrider.config import SpeculativeConfig
+from outrider.engine.policy import FixedDepth
 from outrider.llm import LLM
 from outrider.measure import method_of
 from outrider.outputs import RequestOutput
@@ -202,7 +203,8 @@ class Proof:
         places = self._places(composition)
         questions = [self.questions[place] for place in places]
         before = llm.engine.scheduler.num_preemptions
-        llm.engine.governor = Restless(llm.engine.lookahead) if composition.is_restless else None
+        lookahead = llm.engine.lookahead
+        llm.engine.drafting.policy = Restless(lookahead) if composition.is_restless else FixedDepth(lookahead)
         outputs = composition.ask(llm, questions, self.watch.stage(composition.name))
         certificate.preemptions[composition.name] = llm.engine.scheduler.num_preemptions - before
         cases: dict[tuple[str, float], Case] = {}

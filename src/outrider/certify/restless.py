@@ -1,4 +1,4 @@
-"""A governor that serves a proof: the drafter drafts little, much, or rests, by turns, as no text would make it."""
+"""A policy that serves a proof: the drafter drafts little, much, or rests, by turns, as no text would make it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import random
 from collections.abc import Sequence
 
 from outrider.engine.cache import NUM_MISSABLE
-from outrider.engine.governor import Governor
+from outrider.engine.governor import depths_up_to
 
 LONGEST = 8  # rounds of the same depth
 
 
-class Restless(Governor):
-    """The longest rests are longer than what a drafter may miss."""
+class Restless:
+    """A DepthPolicy at random. The longest rests are longer than what a drafter may miss."""
 
     def __init__(self, lookahead: int, seed: int = 0, num_missable: int = NUM_MISSABLE) -> None:
-        super().__init__(lookahead)
+        self.depths = depths_up_to(lookahead)
         self._longest_rest = num_missable + 4
         self._chance, self._left, self._now = random.Random(seed), 0, lookahead
         self.num_rests = 0
+
+    @property
+    def latest(self) -> int:
+        return self._now
+
+    def pause(self, end: float) -> None: ...
 
     def depth(self, num_requests: int) -> int:
         return self._now

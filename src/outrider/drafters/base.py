@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.kernels.dispatch import use_triton
+from outrider.kernels.round import Catching, extension_rows, shift_taps
 from outrider.kernels.sampling import choose
 from outrider.models.base import Target
 from outrider.registry import Registry
@@ -119,59 +119,24 @@ def extend(step: Step, first_key: int = 0, lag: int = 0, *, back: int = 0, extra
     too, for rows whose token is not known yet; those of a request follow its `last` row.
     """
     batch, state = step.batch, step.state
-    if use_triton(step.starts) and state.positions is None and state.feature_rows is None:
-        return _extend_triton(step, first_key, lag, back, extra)
-    num_requests = len(batch.slots)
-    more = 1 + back + extra
-    query_start = batch.query_start.long() + more * torch.arange(num_requests + 1, device=batch.slots.device)
-    total = len(batch.input_ids) + more * num_requests
-    request = torch.repeat_interleave(step.num_rows + more, output_size=total)
-    places = step.starts[request] - back + torch.arange(total, device=request.device) - query_start[request]
-    lengths = state.lengths[batch.slots]
-    known = (places >= first_key) & (places < lengths[request] + extra)
-    last = query_start[:-1] + back + torch.minimum(lengths - 1 - step.starts, step.num_rows)
-    indices = places.clamp(0, state.tokens.shape[1] - 1)  # rows before the text, or beyond all room, are not written
-    rows = replace(
-        batch,
-        input_ids=state.tokens[batch.slots[request], indices],
-        positions=_positions(step, batch.slots[request], indices, lag),
-        indices=indices,
-        query_start=query_start.int(),
-        request=request,
-        write_locations=_locations(batch, request, indices, known),
-        max_len=batch.max_len + 1 + extra,
-        max_rows=batch.max_rows + more,
-        first_key=first_key,
-        last_key=None,
-        # rows that are run again may be images, though none of the pass is
-        features=state.features_at(batch.slots[request], indices) if back or batch.features is not None else None,
-        # a state cannot be taken back, so rows that are run again have none to start from
-        recurrence=Recurrence(torch.zeros_like(last), torch.stack([last - 1, last], dim=1)) if not back else None,
-        memo={},
-    )
-    return Extension(rows, last, back)
-
-
-def _extend_triton(step: Step, first_key: int, lag: int, back: int, extra: int) -> Extension:
-    """The same, in one launch."""
-    from outrider.kernels.gpu import bookkeeping
-
-    batch, more = step.batch, 1 + back + extra
-    rows = bookkeeping.follow(step, first_key, lag, back, extra)
-    last = rows.last
+    catching = Catching(first_key, lag, back, extra)
+    rows, last = extension_rows(step, catching)
     followed = replace(
         batch,
         input_ids=rows.input_ids,
-        positions=rows.positions,
+        positions=_positions(step, rows.row_slots, rows.indices, lag),
         indices=rows.indices,
         query_start=rows.query_start,
         request=rows.request,
+        row_slots=rows.row_slots,
         write_locations=rows.locations,
         max_len=batch.max_len + 1 + extra,
-        max_rows=batch.max_rows + more,
+        max_rows=batch.max_rows + catching.more,
         first_key=first_key,
         last_key=None,
-        features=None,
+        # rows that are run again may be images, though none of the pass is
+        features=state.features_at(rows.row_slots, rows.indices) if back or batch.features is not None else None,
+        # a state cannot be taken back, so rows that are run again have none to start from
         recurrence=Recurrence(torch.zeros_like(last), torch.stack([last - 1, last], dim=1)) if not back else None,
         memo={},
     )
@@ -182,19 +147,8 @@ def shifted(hidden: Hidden, extension: Extension, step: Step) -> Tensor:
     """The taps that go with each row of the extension: those of the token before it, [rows, n, H]. Rows beyond the
     target's own repeat its last."""
     assert hidden.carry is not None
-    num_requests, count = hidden.carry.shape[:2]
-    assert extension.back < count, "rows that are run again need their taps carried: see Drafter.num_carried"
-    if use_triton(hidden.taps):
-        from outrider.kernels.gpu import bookkeeping
-
-        return bookkeeping.shift(step, hidden.taps, hidden.carry, extension.batch, extension.back)
-    source = torch.cat([hidden.carry.flatten(0, 1), hidden.taps])  # request after request, then row after row
-    request = extension.batch.request
-    offset = torch.arange(len(request), device=request.device) - extension.batch.query_start[request].long()
-    before = torch.minimum(offset - extension.back - 1, step.num_rows[request] - 1)  # row of the target's pass
-    carried = request * count + count + before
-    own = num_requests * count + step.batch.query_start[request].long() + before
-    return source[torch.where(before < 0, carried, own)]
+    assert extension.back < hidden.carry.shape[1], "rows that are run again need taps carried: see Drafter.num_carried"
+    return shift_taps(step, hidden.taps, hidden.carry, extension.batch, extension.back)
 
 
 def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag: int = 0) -> Batch:
@@ -233,6 +187,7 @@ def block_rows(step: Step, tokens: Tensor) -> Batch:
         indices=indices,
         query_start=torch.arange(0, tokens.numel() + 1, num_rows, dtype=torch.int32, device=device),
         request=request,
+        row_slots=batch.slots[request],
         write_locations=_locations(batch, request, indices, step.emits[request]),
         max_len=batch.max_len + num_rows,
         max_rows=num_rows,
@@ -257,6 +212,7 @@ def _rows_ahead(step: Step, lag: int) -> Batch:
         indices=indices,
         query_start=torch.arange(len(request) + 1, dtype=torch.int32, device=request.device),
         request=request,
+        row_slots=batch.slots,
         write_locations=_locations(batch, request, indices, step.emits),
         max_rows=1,
         memo={"read": ahead[:, None].repeat(1, len(request))},
@@ -269,12 +225,11 @@ def draft_chain(
     """Token after token: `first` [B, V] are the logits after the newest token, `advance(token, n)` those after
     draft token n. Choices use the target's own noise. `ids` maps a reduced vocabulary to the target's."""
     slots = step.batch.slots
-    request = torch.arange(len(slots), device=slots.device)
     positions = step.state.lengths[slots] + torch.arange(step.depth, device=slots.device)[:, None]  # [depth, B]
     tokens = torch.zeros(lookahead, len(slots), dtype=torch.long, device=slots.device)
     logits = first
     for number in range(step.depth):
-        tokens[number] = choose(logits, step.sampling, request, positions[number], ids)
+        tokens[number] = choose(logits, step.sampling, slots, positions[number], ids)
         if number + 1 < step.depth:
             logits = advance(tokens[number], number + 1)
     return Draft(tokens.T, torch.where(step.emits, step.depth, 0))

@@ -84,7 +84,7 @@ class Combined(Drafter):
             assert isinstance(part, Drafter)
             heard = self._first(heard, part.propose(step, hidden, verdict), least)
         if _nobody_is_left(heard, step, least):
-            step = replace(step, depth=0)
+            step = replace(step, shape=replace(step.shape, depth=0))
         return self._first(heard, self.last.propose(step, hidden, verdict), least)
 
     def _first(self, first: Draft, second: Draft, least: int) -> Draft:

@@ -17,8 +17,8 @@ from outrider.drafters.dflash_config import DFlashConfig, resolve
 from outrider.drafters.dflash_reader import canonical_name
 from outrider.drafters.dspark import ConfidenceHead, MarkovHead
 from outrider.drafters.head import twin
+from outrider.drafters.parallel import draft_at_once
 from outrider.kernels.activation import GATED
-from outrider.kernels.sampling import choose
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import DecoderBlock, block_weights
 from outrider.layers.embedding import Embedding, Head, embed_rows
@@ -163,14 +163,7 @@ class DFlash(Drafter):
                 return correct(by_place[:, number], rows[:, number], before)
 
             return draft_chain(step, self.lookahead, advance(self._newest(step), 0), advance, self.target_ids())
-        slots, depth = step.batch.slots, step.depth
-        request = torch.arange(len(slots), device=slots.device)
-        places = step.state.lengths[slots][:, None] + torch.arange(depth, device=slots.device)
-        each = request.repeat_interleave(depth, output_size=len(slots) * depth)
-        tokens = torch.zeros(len(slots), self.lookahead, dtype=torch.long, device=slots.device)
-        chosen = choose(logits, step.sampling, each, places.flatten(), self.target_ids())
-        tokens[:, :depth] = chosen.view(len(slots), depth)
-        return Draft(tokens, torch.where(step.emits, depth, 0))
+        return draft_at_once(step, self.lookahead, logits, self.target_ids())
 
     def _correction(self) -> Correction | None:
         """What makes a draft token depend on the one before it, if anything does."""

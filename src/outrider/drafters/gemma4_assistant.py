@@ -245,6 +245,7 @@ class Gemma4Assistant(Drafter):
             indices=seen,
             query_start=torch.arange(len(request) + 1, dtype=torch.int32, device=request.device),
             request=request,
+            row_slots=batch.slots,
             write_locations=torch.zeros_like(request),  # nothing is written
             max_rows=1,
             recurrence=None,

@@ -77,7 +77,7 @@ class MultiTokenPrediction(Drafter):
     def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
         """All modules run, also those whose token nobody wants now: later rounds look back on their entries."""
         slots = step.batch.slots
-        request, lengths = torch.arange(len(slots), device=slots.device), step.state.lengths[slots]
+        lengths = step.state.lengths[slots]
         tokens = torch.zeros(len(slots), self.lookahead, dtype=torch.long, device=slots.device)
         window, source = self._text(step, hidden)
         state = source
@@ -91,7 +91,7 @@ class MultiTokenPrediction(Drafter):
             newest.append(fed[window.last])
             state = fed if self.mtp.chained else source
             if number < step.depth:
-                tokens[:, number] = choose(self.logits(place, newest[-1]), step.sampling, request, lengths + number)
+                tokens[:, number] = choose(self.logits(place, newest[-1]), step.sampling, slots, lengths + number)
         return Draft(tokens, torch.where(step.emits, step.depth, 0))
 
     def _text(self, step: Step, hidden: Hidden) -> tuple[Window, Tensor]:
@@ -116,6 +116,7 @@ class MultiTokenPrediction(Drafter):
             indices=indices,
             query_start=ends.int(),
             request=request,
+            row_slots=slots,
             max_len=batch.max_len + 1 + number,
             max_rows=count,
             features=None,
@@ -128,7 +129,7 @@ class MultiTokenPrediction(Drafter):
         """The window as module `place` takes it: the same states, at the same rotary positions, each beside a token
         `place` further on. Beyond the committed text that is a draft."""
         batch, state = window.batch, step.state
-        slots, indices = batch.slots[batch.request], batch.indices + place
+        slots, indices = batch.row_slots, batch.indices + place
         ahead = indices - state.lengths[slots]
         drafted = tokens[batch.request, ahead.clamp(0, self.lookahead - 1)]
         page = batch.page_table[batch.request, indices // batch.page_size].long()

@@ -73,9 +73,9 @@ def draft_rows(extension: Extension, step: Step) -> Tensor:
 def draft_at_once(step: Step, lookahead: int, logits: Tensor, ids: Tensor | None = None) -> Draft:
     """All draft tokens from their logits [B * depth, V], with the target's own noise. `ids` as in draft_chain()."""
     slots, depth = step.batch.slots, step.depth
-    request = torch.arange(len(slots), device=slots.device).repeat_interleave(depth)
-    ahead = torch.arange(depth, device=slots.device).repeat(len(slots))
-    chosen = choose(logits, step.sampling, request, step.state.lengths[slots][request] + ahead, ids)
+    row_slots = slots[:, None].expand(-1, depth).flatten()
+    places = (step.state.lengths[slots][:, None] + torch.arange(depth, device=slots.device)).flatten()
+    chosen = choose(logits, step.sampling, row_slots, places, ids)
     tokens = torch.zeros(len(slots), lookahead, dtype=torch.long, device=slots.device)
     tokens[:, :depth] = chosen.view(len(slots), depth)
     return Draft(tokens, torch.where(step.emits, depth, 0))

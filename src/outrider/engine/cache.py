@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from outrider.engine.upload import upload
+from outrider.kernels.round import keep_taps
 from outrider.layers.cached import CachedLayer, RecurrentLayer, cached_layers, recurrent_layers
-from outrider.types import NULL_PAGE, CacheSpec, Draft, Hidden, Images, Latent, SlotState, Step, Verdict
+from outrider.types import NULL_PAGE, CacheSpec, Hidden, Images, Latent, SlotState, Step, Verdict
 
 NUM_MISSABLE = 64  # rows of a request that a drafter may miss before it must be shown them
 
@@ -61,6 +63,7 @@ class Cache:
             tokens=torch.zeros(shape.num_slots, shape.max_len + 1, dtype=torch.long, device=device),
             lengths=torch.ones(shape.num_slots, dtype=torch.long, device=device),  # nobody has a token as well
             computed=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
+            followed=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
             draft_count=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
             kept_state=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
         )
@@ -92,11 +95,14 @@ class Cache:
         )
 
     def admit(self, slot: int, tokens: Sequence[int], reused: Sequence[int], images: Images | None = None) -> None:
-        """A request takes a slot: its known tokens, the pages whose content it reuses, the images of its prompt."""
+        """A request takes a slot: its known tokens, the pages whose content it reuses, the images of its prompt. Rounds
+        that are under way are not waited for: what they still write to the slot comes before this."""
         state = self.state
-        state.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+        num_reused = len(reused) * self.shape.page_size
+        state.tokens[slot, : len(tokens)] = self.upload(torch.tensor(tokens, dtype=torch.long))
         state.lengths[slot] = len(tokens)
-        state.computed[slot] = len(reused) * self.shape.page_size
+        state.computed[slot] = num_reused
+        state.followed[slot] = num_reused
         state.draft_count[slot] = 0
         state.kept_state[slot] = 0
         self._place_images(slot, images)
@@ -109,8 +115,12 @@ class Cache:
         self.set_pages(slot, 0, reused)
         if reused and self.shape.num_taps:
             count = self.shape.num_carried
-            tails = self.tails[list(reused[-count:])].flatten(0, 1)[-count:]  # a small page holds few of them
-            self.carry[slot, count - len(tails) :] = tails
+            last = self.upload(torch.tensor(reused[-count:] if count else [], dtype=torch.long))
+            tails = self.tails[last].flatten(0, 1)[-count:] if count else self.tails[last].flatten(0, 1)
+            self.carry[slot, count - len(tails) :] = tails  # a small page holds few of them
+
+    def upload(self, values: Tensor) -> Tensor:
+        return upload(values, self.page_table.device)
 
     def _place_images(self, slot: int, images: Images | None) -> None:
         state = self.state
@@ -147,65 +157,26 @@ class Cache:
     def place_pages(self, places: Sequence[tuple[int, int, int]]) -> None:
         """(slot, place in its table, page), of any number of requests at once."""
         if places:
-            slot, place, page = torch.tensor(places, dtype=torch.long).to(self.page_table.device).unbind(1)
+            slot, place, page = self.upload(torch.tensor(places, dtype=torch.long)).unbind(1)
             self.page_table[slot, place] = page.int()
 
-    def commit(self, step: Step, verdict: Verdict) -> None:
-        """Tokens are appended, lengths move. No host decision."""
-        state, slots = self.state, step.batch.slots
-        lengths = state.lengths[slots]
-        column = torch.arange(verdict.tokens.shape[1], device=slots.device)
-        place = torch.where(column < verdict.count[:, None], lengths[:, None] + column, state.tokens.shape[1] - 1)
-        state.tokens[slots[:, None], place] = verdict.tokens
-        state.lengths[slots] = lengths + verdict.count
-        state.computed[slots] = step.starts + verdict.kept
-        state.kept_state[slots] = verdict.kept - (step.num_rows - step.num_drafts)
-
     def keep_taps(self, step: Step, hidden: Hidden, verdict: Verdict) -> None:
-        """Those that later rounds need: of the last kept rows, and of the last rows of pages."""
-        if not self.shape.num_taps:
-            return
-        batch, count = step.batch, self.shape.num_carried
-        carry = self.carry[batch.slots]
-        first = batch.query_start[:-1].long()
-        source = torch.cat([carry.flatten(0, 1), hidden.taps])  # request after request, then row after row
-
-        def upto(request: Tensor, row: Tensor, num: int) -> Tensor:
-            """The taps [..., num, n, H] of the `num` rows that end with this row of the request."""
-            rows = row[:, None] - torch.arange(num - 1, -1, -1, device=row.device)
-            carried = request[:, None] * count + count + rows
-            return source[torch.where(rows < 0, carried, len(first) * count + first[request, None] + rows)]
-
-        self.carry[batch.slots] = upto(torch.arange(len(first), device=first.device), verdict.kept - 1, count)
-        ends_page = (batch.indices + 1) % batch.page_size == 0
-        kept = batch.indices < (step.starts + verdict.kept)[batch.request]
-        page = batch.page_table[batch.request, batch.indices // batch.page_size].long()
-        row = torch.arange(len(batch.request), device=first.device) - first[batch.request]
-        tails = upto(batch.request, row, self.shape.num_tails)
-        self.tails[torch.where(ends_page & kept, page, NULL_PAGE)] = tails
+        """Those that later rounds need; `hidden` is given those that were kept before."""
+        if self.shape.num_taps:
+            hidden.carry = self.carry[step.batch.slots]
+            keep_taps(step, hidden.taps, hidden.carry, verdict, (self.carry, self.tails))
 
     def miss(self, step: Step, hidden: Hidden) -> None:
         """The drafter does not see this step: its taps are kept instead."""
         if self.shape.num_taps:
             batch = step.batch
-            self._missed[batch.slots[batch.request], batch.indices % self.shape.num_missable] = hidden.taps
+            self._missed[batch.row_slots, batch.indices % self.shape.num_missable] = hidden.taps
 
     def missed(self, step: Step) -> Hidden:
         """What the target computed in rows that the drafter has missed, as far as drafters look at it."""
         batch = step.batch
-        taps = self._missed[batch.slots[batch.request], batch.indices % self.shape.num_missable]
-        last = taps.new_zeros(len(taps), self.shape.hidden_size)
-        return Hidden(last, taps, self.carry[batch.slots])
-
-    def keep_draft(self, slots: Tensor, draft: Draft) -> None:
-        """The draft stands right after the committed tokens: the next round packs both with one gather."""
-        state = self.state
-        column = torch.arange(draft.tokens.shape[1], device=slots.device)
-        place = torch.where(
-            column < draft.count[:, None], state.lengths[slots][:, None] + column, state.tokens.shape[1] - 1
-        )
-        state.tokens[slots[:, None], place] = draft.tokens
-        state.draft_count[slots] = draft.count
+        taps = self._missed[batch.row_slots, batch.indices % self.shape.num_missable]
+        return Hidden(taps.new_zeros(len(taps), self.shape.hidden_size), taps)
 
     def free(self) -> None:
         for layer in self.layers:

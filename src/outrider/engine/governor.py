@@ -7,8 +7,8 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.engine.seats import NUM_SEATS
-
+# batches of about the same size, up to each of them, are timed together
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WINDOW = 48  # rounds that averages look back on
 FIRST = 8  # rounds at a new size before another depth is tried
 TRIAL = 5  # rounds of a trial; the first ones may still pay for the change
@@ -87,6 +87,10 @@ class Governor:
                 size.trial, size.num_rounds = None, 0
                 self._choose(size)
 
+    def pause(self, end: float) -> None:
+        """A round of another kind is over: the next one has not begun before."""
+        self._before = (0, 0, end)
+
     def _learn(self, size: Size, depth: int, accepted: Sequence[int], seconds: float) -> None:
         for fewer in self.depths:
             if fewer <= depth:  # with fewer drafts as many would have been accepted, as far as they reach
@@ -97,7 +101,7 @@ class Governor:
         average.add(seconds)
 
     def _size(self, num_requests: int) -> Size:
-        number = bisect.bisect_left(NUM_SEATS, num_requests)
+        number = bisect.bisect_left(SIZES, num_requests)
         size = self._sizes.get(number)
         if size is None:  # whatever was best for the batches before is a good start
             size = self._sizes[number] = Size(self.latest)

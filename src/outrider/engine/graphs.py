@@ -1,140 +1,103 @@
-"""Rounds as CUDA graphs: verify, sample, agree, commit and draft are recorded once for every number of seats, then
-replayed. The host learns the outcome while the next round is under way. Knows no model and no method."""
+"""Rounds as CUDA graphs: recorded once for every size, then replayed with whoever is seated. A recording is keyed by
+sizes and by what is asked of sampling, never by how rows are shared out among requests. Knows no model and no method."""
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.engine.request import Outcome, Request, Status
+from outrider.engine.options import Flags
+from outrider.engine.request import Work
 from outrider.engine.runner import Runner
-from outrider.engine.sampler import adjusts, is_filtered, is_greedy, sampling_of
-from outrider.engine.seats import NUM_SEATS, Kind, Seats, fits
-from outrider.types import Step
+from outrider.types import RoundShape, Seats, Step
 
-MAX_FLYING = 2  # rounds under way: one runs, the next is already queued
+# numbers of requests that rounds are recorded for; those in between take the next larger one
+NUM_SEATS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 64,
+             72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 176, 192, 208, 224, 240, 256, 320, 384, 448, 512)  # fmt: skip
+# rows of rounds in which prompts are read, and how many requests have room in each. On an H200 the linears of an 8B read
+# 53,000 tokens a second at 1,024 and at 2,048 rows, 49,000 at 8,192: there is nothing to be had from more.
+NUM_ROWS = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
+FEW_SEATS = (8, 16, 32, 64, 128, 256, 512)
 
-# who goes on decoding while so many rounds are under way, with how many drafts each; nobody: none
-Steady = Callable[[int], tuple[list[Request], int]]
+
+@dataclass(frozen=True)
+class GraphKey:
+    """What a round is recorded for; anything else can change from replay to replay."""
+
+    shape: RoundShape
+    flags: Flags
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a round leaves on the device for the host."""
+
+    outcomes: Tensor  # [B, ...] see kernels/round.py
+    logits: Tensor  # [L, V]
 
 
 @dataclass
 class Recording:
     graph: torch.cuda.CUDAGraph
-    seats: Seats
-    table: Tensor
-    logits: Tensor
-
-    def new_copy(self) -> Tensor:
-        """For the host."""
-        return torch.empty(self.table.shape, dtype=self.table.dtype, pin_memory=self.table.is_cuda)
-
-
-@dataclass
-class Flight:
-    """A round under way."""
-
-    requests: list[Request]
-    num_drafts: int
-    took_off: float  # when, in seconds
-    table: Tensor  # pinned memory; good once `landed` has happened
-    logits: Tensor
-    landed: torch.cuda.Event
-
-    @property
-    def passengers(self) -> list[Request | None]:
-        """The requests, None for those that have ended or wait to start over: nobody starts while a round is under
-        way."""
-        return [request if request.status is Status.RUNNING else None for request in self.requests]
-
-    def wait(self) -> float:
-        """Until it has landed; says when that was."""
-        self.landed.synchronize()
-        return time.perf_counter()
-
-    def outcomes(self) -> Iterator[tuple[Request, int, Outcome, Tensor]]:
-        """Once it has landed. Of each request that is still there: how many drafts were judged, what the round brought,
-        and the logits [J, V] of the judged rows."""
-        judged = 1 + self.num_drafts
-        logits = self.logits.view(-1, judged, self.logits.shape[-1])
-        for number, (request, row) in enumerate(zip(self.passengers, self.table.tolist(), strict=False)):
-            if request is not None:
-                num_valid, num_drafts, count, kept = row[:4]
-                outcome = Outcome(row[4 : 4 + count], kept, row[4 + judged :][:num_drafts])
-                yield request, num_valid, outcome, logits[number]
+    seats: Tensor  # [4, B] see Seats
+    result: Result
+    generation: int  # of the options' table
 
 
 class Graphs:
-    """`run` does a round and gives the table of what the host must know [B, ...] and the logits [B * J, V]."""
+    """`run` does a round on the device."""
 
-    def __init__(self, runner: Runner, run: Callable[[Step], tuple[Tensor, Tensor]], max_num_seats: int) -> None:
+    def __init__(self, runner: Runner, run: Callable[[Step], Result], max_num_seats: int) -> None:
         self._runner, self._run = runner, run
-        self._sizes = sorted({size for size in NUM_SEATS if size < max_num_seats} | {max_num_seats})
-        self._nobody = runner.cache.shape.num_slots - 1
-        self._recordings: dict[Kind, Recording] = {}
+        self._max_num_seats = max_num_seats
+        self._recordings: dict[GraphKey, Recording] = {}
         self._pool: Any = None  # of memory; all recordings share it, as they never run at once
-        self._seated: dict[Kind, tuple[tuple[str, int, int], ...]] = {}  # whose options the seats of a recording hold
-        self._pinned: dict[tuple[int, ...], list[Tensor]] = {}  # by shape, free ones
-        self._flying: deque[Flight] = deque()
         self.num_launched = 0
 
-    def fly(self, steady: Steady, prepare: Callable[[list[Request]], None]) -> Flight | None:
-        """The next round that lands, None if there is none. Before, rounds are queued on the device as long as the same
-        requests go on decoding: outcomes are not waited for."""
-        while len(self._flying) < MAX_FLYING:
-            requests, depth = steady(len(self._flying))
-            if not requests or not self._can_run(requests):
-                break
-            if self._flying and (depth == 0) != (self._flying[-1].num_drafts == 0):
-                break  # between, a drafter that has rested is shown what it has missed
-            if self._flying and any(request.params.logprobs is not None for request in requests):
-                break  # the logits of a round last until the next begins
-            prepare(requests)
-            self._flying.append(self._launch(requests, depth))
-        while self._flying:
-            flight = self._flying.popleft()
-            self._pinned[tuple(flight.table.shape)].append(flight.table)  # it is read before the next one takes off
-            if any(flight.passengers):
-                return flight
-        return None
-
-    def _can_run(self, requests: Sequence[Request]) -> bool:
-        """Whether these requests' options can be recorded: what the host must decide in every round cannot."""
-        return len(requests) <= self._sizes[-1] and all(map(fits, requests))
-
-    def _launch(self, requests: list[Request], depth: int) -> Flight:
-        allowed = [self._allowed(request, depth) for request in requests]
-        params = [request.params for request in requests]
-        names = tuple((request.request_id, request.slot, most) for request, most in zip(requests, allowed, strict=True))
-        kind = Kind(
-            num_seats=next(size for size in self._sizes if size >= len(requests)),
-            num_drafts=depth,
-            greedy=all(map(is_greedy, params)),
-            filtered=any(map(is_filtered, params)),
-            adjusted=any(map(adjusts, requests)),
+    def fitted(self, plan: Sequence[Work], shape: RoundShape) -> RoundShape | None:
+        """The sizes that such a round is recorded for, None if it is too large. Of longer drafts than the round makes
+        itself, only as much is judged."""
+        decoding = all(work.is_round for work in plan)
+        num_seats = self._at_least(len(plan), NUM_SEATS if decoding else FEW_SEATS)
+        judged = num_seats * (1 + shape.depth)
+        rows = judged
+        if not decoding:
+            drafts = sum(min(work.allowed, shape.depth) for work in plan)
+            wanted = max(sum(work.pending for work in plan) + drafts, 1)
+            larger = [size for size in NUM_ROWS if size >= wanted]
+            if not larger:
+                return None
+            rows = larger[0]
+            judged = min(judged, rows)
+        return replace(
+            shape,
+            num_seats=num_seats,
+            num_rows=rows,
+            num_judged=judged,
+            max_drafts=shape.depth,
+            max_rows=1 + shape.depth if decoding else rows,
+            max_len=self._runner.cache.shape.max_len,
         )
-        recording = self._recordings.get(kind)
-        if recording is None:
-            recording = self._recordings[kind] = self._record(kind)
-        if self._seated.get(kind) != names:
-            sampling = sampling_of(requests, self._runner.vocab_size, self._runner.device)
-            recording.seats.fill([request.slot for request in requests], allowed, sampling)
-            self._seated[kind] = names
+
+    def _at_least(self, count: int, sizes: Sequence[int]) -> int:
+        return next(size for size in self._sizes(sizes) if size >= count)
+
+    def launch(self, plan: Sequence[Work], shape: RoundShape) -> Result:
+        """Replays a round, after recording it where it is the first of its size."""
+        key = GraphKey(shape, Flags.of([work.request for work in plan]))
+        recording = self._recordings.get(key)
+        if recording is None or (key.flags.adjusted and recording.generation != self._runner.options.generation):
+            recording = self._recordings[key] = self._record(key)
+        table = self._runner.seat_table(plan, shape)
+        table[2].clamp_(max=shape.max_drafts)
+        recording.seats.copy_(self._runner.cache.upload(table))
         recording.graph.replay()
         self.num_launched += 1
-        free = self._pinned.setdefault(tuple(recording.table.shape), [])
-        pinned = free.pop() if free else recording.new_copy()
-        pinned.copy_(recording.table, non_blocking=True)
-        landed = torch.cuda.Event()
-        landed.record()
-        return Flight(requests, depth, time.perf_counter(), pinned, recording.logits, landed)
+        return recording.result
 
     @property
     def num_recordings(self) -> int:
@@ -153,34 +116,47 @@ class Graphs:
         end.synchronize()
         return begin.elapsed_time(end) / count
 
-    def _allowed(self, request: Request, depth: int) -> int:
-        wanted = request.most_drafts()
-        return depth if wanted is None else min(wanted, depth)
+    def warm_up(self, shapes: Sequence[RoundShape]) -> None:
+        """Records rounds of these sizes beforehand, which also compiles their kernels; the largest first, so that the
+        others find its memory."""
+        for shape in sorted(shapes, key=lambda each: (each.num_rows, each.num_seats), reverse=True):
+            key = GraphKey(shape, Flags(filtered=False, adjusted=False))
+            if key not in self._recordings:
+                self._recordings[key] = self._record(key)
 
-    def _record(self, kind: Kind) -> Recording:
+    def usual_shapes(self, depths: Sequence[int], max_rows: int, *, may_rest: bool) -> list[RoundShape]:
+        """All that fitted() says for rounds of so many rows, with such depths: everybody decodes, or prompts are read."""
+        max_len = self._runner.cache.shape.max_len
+        shapes = []
+        for depth in depths:
+            for seats in self._sizes(NUM_SEATS):
+                rows = seats * (1 + depth)
+                rests = may_rest and depth == 0
+                shapes.append(RoundShape(seats, rows, rows, depth, depth, 1 + depth, max_len, rests))
+            for seats in self._sizes(FEW_SEATS):
+                sizes = [size for size in NUM_ROWS if size <= max_rows and size >= seats]
+                judged = seats * (1 + depth)
+                shapes += [RoundShape(seats, size, min(judged, size), depth, depth, size, max_len) for size in sizes]
+        return shapes
+
+    def _sizes(self, sizes: Sequence[int]) -> list[int]:
+        return [size for size in sizes if size < self._max_num_seats] + [self._max_num_seats]
+
+    def _record(self, key: GraphKey) -> Recording:
         """First run with nobody seated, so that kernels are compiled and nothing is changed, then record."""
-        device = self._runner.device
-        seats = Seats.of(kind, self._nobody, self._runner.vocab_size, device)
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._round(seats, kind)
-        torch.cuda.current_stream(device).wait_stream(stream)
+        device, options = self._runner.device, self._runner.options
+        seats = self._empty_seats(key.shape)
+        self._round(seats, key)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            table, logits = self._round(seats, kind)
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = self._round(seats, key)
         self._pool = self._pool or graph.pool()
-        return Recording(graph, seats, table, logits)
+        return Recording(graph, seats, result, options.generation)
 
-    def warm_up(self, depths: Collection[int]) -> None:
-        """Records the usual kinds beforehand, with so many drafts, which also compiles their kernels."""
-        for size in reversed(self._sizes):  # the largest first: the others find its memory
-            for greedy, depth in itertools.product((True, False), sorted(depths, reverse=True)):
-                kind = Kind(size, depth, greedy=greedy, filtered=False, adjusted=False)
-                if kind not in self._recordings:
-                    self._recordings[kind] = self._record(kind)
+    def _empty_seats(self, shape: RoundShape) -> Tensor:
+        return self._runner.seat_table([], shape).to(self._runner.device)
 
-    def _round(self, seats: Seats, kind: Kind) -> tuple[Tensor, Tensor]:
-        return self._run(self._runner.pack_round(seats, kind.num_drafts, kind.num_drafts))
+    def _round(self, seats: Tensor, key: GraphKey) -> Result:
+        sampling = self._runner.options.recorded(key.flags)
+        return self._run(self._runner.pack_seats(Seats.of(seats), key.shape, sampling))

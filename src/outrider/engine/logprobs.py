@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.engine.request import Logprob
-from outrider.engine.scheduler import Work
+from outrider.engine.request import Logprob, Work
 from outrider.models.base import Target
 from outrider.tokenizer import Tokenizer
 from outrider.types import Hidden
@@ -45,8 +44,9 @@ def add_prompt_logprobs(plan: Sequence[Work], hidden: Hidden, target: Target, to
             if not done:
                 request.prompt_logprobs.append(None)  # nothing comes before the first token
                 done = 1
-            known = request.prompt[done : work.start + work.num_rows + 1]
-            first = begin + done - 1 - work.start
+            start = work.end - work.num_rows
+            known = request.prompt[done : work.end + 1]
+            first = begin + done - 1 - start
             rows = hidden.last[first : first + len(known)]
             for part in range(0, len(known), MANY):
                 logits = target.logits(rows[part : part + MANY])

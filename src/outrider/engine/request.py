@@ -21,16 +21,6 @@ class Status(Enum):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a round brought one request."""
-
-    tokens: list[int]  # committed
-    kept: int  # rows that stay in the cache
-    draft: list[int]  # for the next round
-    predicted: bool = False  # the draft is from the request's own prediction
-
-
-@dataclass(frozen=True)
 class Logprob:
     logprob: float
     rank: int  # 1: the most likely token
@@ -87,12 +77,14 @@ class Request:
     pages: list[int] = field(default_factory=list)
     page_names: list[bytes] = field(default_factory=list)
     num_computed: int = 0
-    num_missed: int = 0  # the last of them that the drafter has not seen yet
+    num_followed: int = 0  # the first of them that the drafter has seen
     num_cached: int = 0  # prompt tokens found in the cache at first admission
     num_placed: int = 0  # pages that the device's page table knows
     num_drafts: int = 0  # draft tokens waiting to be verified
     draft: list[int] = field(default_factory=list)  # which
     draft_is_predicted: bool = False  # it is from the prediction
+    flying: list[Work] = field(default_factory=list)  # its work in rounds under way, the oldest first
+    num_admissions: int = 0
     num_preemptions: int = 0
     starts_afresh: bool = False  # when it is admitted again, it reuses nothing
     standing: Standing = field(default_factory=Standing)  # with the watchdog
@@ -215,3 +207,31 @@ class Request:
         if self.draft_is_predicted:
             self.num_predicted += num_drafts
             self.num_predicted_accepted += accepted
+
+
+@dataclass(eq=False)
+class Work:
+    """One request's part of a round: known tokens, then at most so many drafts."""
+
+    request: Request
+    pending: int  # tokens that are known, its first rows
+    allowed: int  # draft tokens that are judged behind them, at most
+    emits: bool  # the rows reach the last known token
+    end: int  # no cache index of its rows reaches it
+    depth: int = 0  # tokens that are drafted for it at most, for the next round
+    rests: bool = False  # the drafter does not see these rows
+    admission: int = 0  # of the request: after another one, what this brings is nobody's
+
+    @property
+    def num_rows(self) -> int:
+        """At most."""
+        return self.pending + self.allowed
+
+    @property
+    def is_round(self) -> bool:
+        """Its request decodes: one token that is certain, then drafts."""
+        return self.emits and self.pending == 1
+
+    @property
+    def is_current(self) -> bool:
+        return self.request.status is Status.RUNNING and self.admission == self.request.num_admissions

@@ -1,4 +1,4 @@
-"""Packs a plan into tensors. Lengths, tokens and page tables are read on the device; only shapes come from the host."""
+"""Packs a round into tensors. Lengths, tokens and page tables are read on the device; only sizes come from the host."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ import torch
 from torch import Tensor
 
 from outrider.engine.cache import Cache
-from outrider.engine.sampler import sampling_of
+from outrider.engine.options import Options
 from outrider.engine.scheduler import Work
-from outrider.engine.seats import Seats
-from outrider.types import Batch, Recurrence, Sampling, Step
+from outrider.kernels.round import Layout, lay_out
+from outrider.types import Batch, Recurrence, RoundShape, Sampling, Seats, Step
 
 
-def write_locations(page_table: Tensor, request: Tensor, indices: Tensor, page_size: int) -> Tensor:
-    """Where rows with these cache indices are written: page * page_size + offset."""
-    page = page_table[request, indices // page_size].long()
-    return page * page_size + indices % page_size
+def exact_shape(plan: Sequence[Work], depth: int, *, rests: bool = False) -> RoundShape:
+    """The sizes of a round that has room for these and nothing else."""
+    return RoundShape(
+        num_seats=len(plan),
+        num_rows=sum(work.num_rows for work in plan),
+        num_judged=sum(1 + work.allowed for work in plan if work.emits),
+        max_drafts=max(work.allowed for work in plan),
+        depth=depth,
+        max_rows=max(work.num_rows for work in plan),
+        max_len=max(work.end for work in plan),
+        rests=rests,
+    )
 
 
 class Runner:
@@ -25,103 +33,66 @@ class Runner:
         self.cache = cache
         self.vocab_size = vocab_size
         self.device = device
-        self._sampling_key: tuple[str, ...] = ()
-        self._sampling: Sampling | None = None
+        self.options = Options(cache.shape.num_slots, vocab_size, device)
 
-    def pack(self, plan: Sequence[Work], depth: int) -> Step:
+    def seat_table(self, plan: Sequence[Work], shape: RoundShape) -> Tensor:
+        """What the device is told of a plan, on the host: [4, B], see Seats."""
+        null = [self.cache.state.null_slot, 0, 0, 0]
+        rows = [[work.request.slot, work.pending, work.allowed, int(work.emits)] for work in plan]
+        rows += [null] * (shape.num_seats - len(plan))
+        return torch.tensor(rows, dtype=torch.long).T.contiguous()
+
+    def pack(self, plan: Sequence[Work], shape: RoundShape, *, missed: bool = False) -> Step:
+        """The rows of these requests; `missed`: those that the drafter has not seen, instead of the next ones."""
+        requests = [work.request for work in plan]
+        seats = Seats.of(self.cache.upload(self.seat_table(plan, shape)))
+        step = self.pack_seats(seats, shape, self.options.sampling(requests), missed=missed)
+        step.tenants = tuple(request.params.tenant for request in requests)
+        step.predictions = tuple(request.prediction for request in requests)
+        if any(work.request.has_images_after(work.end - work.num_rows) for work in plan):
+            batch, state = step.batch, self.cache.state
+            batch.features = state.features_at(batch.row_slots, batch.indices)
+            batch.last_key = None if state.last_key is None else state.last_key[batch.row_slots, batch.indices]
+        return step
+
+    def pack_seats(self, seats: Seats, shape: RoundShape, sampling: Sampling, *, missed: bool = False) -> Step:
+        """A round of whoever sits there. Asks the host nothing: it may be recorded, and replayed with others seated."""
         cache, state, page_size = self.cache, self.cache.state, self.cache.shape.page_size
-        numbers = [(work.request.slot, work.start, work.num_rows, work.num_drafts) for work in plan]
-        slots, starts, num_rows, num_drafts = self._tensor(list(zip(*numbers, strict=True)))
-        query_start = torch.zeros(len(plan) + 1, dtype=torch.long, device=self.device)
-        torch.cumsum(num_rows, 0, out=query_start[1:])
-        total = sum(work.num_rows for work in plan)
-        request = torch.repeat_interleave(num_rows, output_size=total)
-        indices = starts[request] + torch.arange(total, device=self.device) - query_start[request]
-        page_table = cache.page_table[slots]
-        images = any(work.request.has_images_after(work.start) for work in plan)
-        judged = 1 + max(work.num_drafts for work in plan)
-        first = query_start[1:] - 1 - num_drafts  # the row of the last known token
-        column = torch.arange(judged, device=self.device)
-        logit_rows = torch.minimum(first[:, None] + column, query_start[1:, None] - 1)
-        batch = Batch(
-            input_ids=state.tokens[slots[request], indices],
-            positions=state.positions_at(slots[request], indices),
-            indices=indices,
-            query_start=query_start.int(),
-            request=request,
-            slots=slots,
-            page_table=page_table,
-            write_locations=write_locations(page_table, request, indices, page_size),
-            page_size=page_size,
-            max_len=max(work.start + work.num_rows for work in plan),
-            max_rows=max(work.num_rows for work in plan),
-            recurrence=Recurrence(state.kept_state[slots], logit_rows) if cache.recurrent else None,
-            features=state.features_at(slots[request], indices) if images else None,
-            last_key=state.last_key[slots[request], indices] if images and state.last_key is not None else None,
-        )
-        return Step(
-            batch=batch,
-            starts=starts,
-            num_rows=num_rows,
-            logit_rows=logit_rows,
-            num_drafts=num_drafts,
-            num_valid=num_drafts,
-            emits=torch.tensor([work.emits for work in plan], device=self.device),
-            sampling=self._sampling_of(plan),
-            state=state,
-            depth=depth,
-            tenants=tuple(work.request.params.tenant for work in plan),
-            predictions=tuple(work.request.prediction for work in plan),
-        )
-
-    def pack_round(self, seats: Seats, num_drafts: int, depth: int) -> Step:
-        """A round of requests that all decode, each with room for `num_drafts` drafts, however many it has: shapes are
-        known beforehand, and everything else is read from the device."""
-        from outrider.kernels.gpu import bookkeeping  # only a GPU has recorded rounds
-
-        cache, state, page_size, layout = self.cache, self.cache.state, self.cache.shape.page_size, seats.layout
-        rows = bookkeeping.pack(
-            seats.slots, seats.taken, seats.allowed, state, cache.page_table, page_size, 1 + num_drafts
-        )
+        layout = lay_out(seats, shape, state, (cache.page_table, page_size), missed=missed)
+        rows = layout.rows
         batch = Batch(
             input_ids=rows.input_ids,
-            positions=rows.indices if state.positions is None else self._turns(seats, rows.indices),
+            positions=state.positions_at(rows.row_slots, rows.indices),
             indices=rows.indices,
-            query_start=layout.query_start,
-            request=layout.request,
+            query_start=rows.query_start,
+            request=rows.request,
+            row_slots=rows.row_slots,
             slots=seats.slots,
-            page_table=rows.page_table,
+            page_table=layout.page_table,
             write_locations=rows.locations,
             page_size=page_size,
-            max_len=cache.shape.max_len,
-            max_rows=1 + num_drafts,
-            recurrence=Recurrence(state.kept_state[seats.slots], layout.logit_rows) if cache.recurrent else None,
+            max_len=shape.max_len,
+            max_rows=shape.max_rows,
+            recurrence=self._recurrence(layout, seats, shape) if cache.recurrent else None,
         )
         return Step(
             batch=batch,
-            starts=rows.starts,
+            shape=shape,
+            starts=layout.starts,
             num_rows=layout.num_rows,
-            logit_rows=layout.logit_rows,
             num_drafts=layout.num_drafts,
-            num_valid=rows.num_valid,
-            emits=seats.taken,
-            sampling=seats.sampling,
+            emits=layout.emits,
+            judged=layout.judged,
+            judged_start=layout.judged_start,
+            sampling=sampling,
             state=state,
-            depth=depth,
-            tenants=(None,) * len(seats.slots),
+            tenants=(None,) * shape.num_seats,
+            predictions=(None,) * shape.num_seats,
         )
 
-    def _turns(self, seats: Seats, indices: Tensor) -> Tensor:
-        return self.cache.state.positions_at(seats.slots[seats.layout.request], indices)
-
-    def _tensor(self, columns: list[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        """All of them in one copy."""
-        return torch.tensor(columns, dtype=torch.long, device=self.device).unbind()
-
-    def _sampling_of(self, plan: Sequence[Work]) -> Sampling:
-        """Options never change while a request lives, so the tensors are rebuilt only when the company does."""
-        key = tuple(work.request.request_id for work in plan)
-        if self._sampling is None or key != self._sampling_key:
-            requests = [work.request for work in plan]
-            self._sampling_key, self._sampling = key, sampling_of(requests, self.vocab_size, self.device)
-        return self._sampling
+    def _recurrence(self, layout: Layout, seats: Seats, shape: RoundShape) -> Recurrence:
+        """States are kept after the last known token, and after every draft."""
+        last = layout.rows.query_start[1:, None].long() - 1
+        column = torch.arange(1 + shape.max_drafts, device=last.device)
+        rows = torch.minimum(last - layout.num_drafts[:, None] + column, last)
+        return Recurrence(self.cache.state.kept_state[seats.slots], rows)

@@ -3,11 +3,13 @@ Decoding goes first, then prompts in order of arrival; when pages run out, the y
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.engine.pages import PagePool, page_hashes, root_of
-from outrider.engine.request import Request, Status
+from outrider.engine.request import Request, Status, Work
 
 
 @dataclass(frozen=True)
@@ -21,19 +23,11 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Work:
-    """One request's part of a step."""
+class Plan:
+    """The work of a round, and which of its requests have just been given a slot."""
 
-    request: Request
-    start: int
-    num_rows: int
-    num_drafts: int  # the last rows, after the token that is certain
-    emits: bool  # the rows reach the last known token
-
-    @property
-    def is_round(self) -> bool:
-        """Its request decodes: one token that is certain, then drafts."""
-        return self.emits and self.num_rows == 1 + self.num_drafts
+    work: list[Work]
+    admitted: list[Request]
 
 
 @dataclass
@@ -48,7 +42,6 @@ class Scheduler:
         self.pool = pool
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.admitted: list[Request] = []  # by the last call of next(): their slots must be filled
         self.stats = PrefixStats()
         self.num_preemptions = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -76,84 +69,95 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def next_in_line(self) -> list[Request]:
+        """Those of the waiting that there are slots for."""
+        return list(itertools.islice(self.waiting, len(self._free_slots)))
+
     # planning
 
-    def next(self) -> list[Work]:
-        """The next step's work, empty if there is nothing to do."""
-        self.admitted = []
+    def next(self, depth: int, *, flying: bool = False) -> Plan:
+        """The next round's work, empty if there is nothing to do. `depth`: how many tokens are drafted in it for the
+        next one. `flying`: rounds are under way, whose outcome may help: where pages are short, it is waited for."""
         num_preemptions = self.num_preemptions
         budget = self.limits.max_num_batched_tokens
         plan: list[Work] = []
-        ordered = sorted(self.running, key=lambda r: r.num_computed < len(r.tokens) - 1)  # decoding first
-        for number, request in enumerate(ordered):
+        admitted: list[Request] = []
+        ordered = sorted((each for each in self.running if not self._surely_ends(each)), key=_is_reading)
+        for number, request in enumerate(ordered):  # decoding first
             if budget <= 0:
                 break
             if request.status is not Status.RUNNING:  # preempted for an older one just now
                 continue
-            work = self._work(request, budget, len(ordered) - number)
-            if self._reserve(request, work, plan):
+            work = self._work(request, budget, depth, len(ordered) - number)
+            if self._reserve(request, work, plan, may_preempt=not flying):
                 plan.append(work)
                 budget -= work.num_rows
+            elif flying:
+                return Plan([], [])
         room = self.num_preemptions == num_preemptions  # who just made room does not come back in the same step
         while room and self.waiting and budget > 0 and self._free_slots:
-            work_or_none = self._admit(self.waiting[0], budget)
+            work_or_none = self._admit(self.waiting[0], budget, depth)
             if work_or_none is None:
                 break
             plan.append(work_or_none)
+            admitted.append(work_or_none.request)
             budget -= work_or_none.num_rows
         plan = [work for work in plan if work.request.status is Status.RUNNING]
-        assert plan or not self.has_work or self.waiting, "running requests that cannot run"
-        return plan
+        assert plan or flying or not self.has_work or self.waiting, "running requests that cannot run"
+        return Plan(plan, admitted)
 
-    def steady(self, num_ahead: int) -> list[Request]:
-        """The running requests, if all of them decode and nobody else can join, with pages for one more round while
-        `num_ahead` are under way; otherwise none."""
-        if not self.running or self._could_admit():
-            return []
-        rows = (num_ahead + 1) * (1 + self.limits.lookahead)
-        for request in self.running:
-            if request.num_computed != len(request.tokens) - 1:
-                return []
-            length = min(request.num_computed + rows, self.limits.max_model_len)
-            missing = self._pages_for(length) - len(request.pages)
-            pages = self.pool.allocate(missing) if missing > 0 else []
-            if pages is None:
-                return []
-            request.pages += pages
-        return list(self.running)
+    def launched(self, plan: Sequence[Work]) -> None:
+        """A round with this work is under way."""
+        for work in plan:
+            work.request.flying.append(work)
 
-    def _could_admit(self) -> bool:
-        """Whether it is worth trying: pages that it may share with others are not looked for."""
-        if not self.waiting or not self._free_slots:
-            return False
-        return self._pages_for(len(self.waiting[0].tokens)) <= self.pool.num_free
+    def _surely_ends(self, request: Request) -> bool:
+        """Whether rounds under way bring its last token, whatever they bring: each brings one at least."""
+        return request.remaining(self.limits.max_model_len) <= sum(work.emits for work in request.flying)
 
-    def _work(self, request: Request, budget: int, num_left: int) -> Work:
+    def _work(self, request: Request, budget: int, depth: int, num_left: int) -> Work:
         """Of its draft only its share, so that the `num_left` requests from this one on can all move: some drafts are
-        longer than the drafter's."""
-        start = request.num_computed
-        pending = len(request.tokens) - start
-        num_drafts = min(request.num_drafts, request.remaining(self.limits.max_model_len) - 1) if pending == 1 else 0
-        num_drafts = min(num_drafts, max(self.limits.lookahead, budget // num_left - 1))
+        longer than the drafter's. While a round is under way that brings it a token, how far it has come is known to
+        the device alone."""
+        flying, remaining = request.flying, request.remaining(self.limits.max_model_len)
+        start = request.num_computed + sum(work.num_rows for work in flying)  # at most
+        if any(work.emits for work in flying):
+            pending, waiting = 1, flying[-1].depth
+            remaining -= sum(work.emits for work in flying)
+        else:
+            pending = len(request.tokens) - start
+            waiting = request.num_drafts if pending == 1 and not flying else 0
+        wish = request.most_drafts(predicted=request.draft_is_predicted)
+        waiting = waiting if wish is None else min(waiting, wish)
+        num_drafts = min(waiting, remaining - 1, max(self.limits.lookahead, budget // num_left - 1))
         num_rows = request.whole(start, min(pending + max(num_drafts, 0), budget))
-        num_drafts = max(num_rows - pending, 0)
-        return Work(request, start, num_rows, num_drafts, emits=num_rows >= pending)
+        return self._made(
+            request, min(pending, num_rows), max(num_rows - pending, 0), num_rows >= pending, start, depth
+        )
 
-    def _reserve(self, request: Request, work: Work, plan: list[Work]) -> bool:
-        """Pages for the rows and the draft that follows, taking them from younger requests if it must."""
+    def _made(self, request: Request, pending: int, allowed: int, emits: bool, start: int, depth: int) -> Work:
+        end = start + pending + allowed
+        return Work(request, pending, allowed, emits, end, depth if emits else 0, admission=request.num_admissions)
+
+    def _reserve(self, request: Request, work: Work, plan: list[Work], *, may_preempt: bool) -> bool:
+        """Pages for the rows and the draft that follows, taking them from younger requests if it must and may. Rows
+        that lie beyond the request's end, whose round was planned before that was known, have no page."""
         while True:
-            missing = self._pages_for(work.start + work.num_rows) - len(request.pages)
+            missing = self._pages_for(min(work.end, self._final_len(request))) - len(request.pages)
             pages = self.pool.allocate(missing) if missing > 0 else []
             if pages is not None:
                 request.pages += pages
                 return True
+            if not may_preempt:
+                return False
             victim = self.running[-1]
             self.preempt(victim)
             plan[:] = [other for other in plan if other.request is not victim]
             if victim is request:
                 return False
 
-    def _admit(self, request: Request, budget: int) -> Work | None:
+    def _admit(self, request: Request, budget: int, depth: int) -> Work | None:
         names = self._reusable(request)
         reused = self.pool.match(names)
         start = len(reused) * self.limits.page_size
@@ -166,14 +170,15 @@ class Scheduler:
         self.waiting.popleft()
         request.status, request.slot = Status.RUNNING, self._free_slots.pop()
         request.pages, request.page_names = reused + fresh, names[: len(reused)]
-        request.num_computed, request.starts_afresh = start, False
+        request.num_computed = request.num_followed = start
+        request.num_admissions += 1
+        request.starts_afresh = False
         if not request.num_preemptions:
             request.num_cached = start
             self.stats.queried += len(request.prompt)
             self.stats.hit += start
         self.running.append(request)
-        self.admitted.append(request)
-        return Work(request, start, num_rows, num_drafts=0, emits=num_rows == pending)
+        return self._made(request, num_rows, 0, num_rows == pending, start, depth)
 
     def _reusable(self, request: Request) -> list[bytes]:
         """Names of the pages it could reuse. The last token must be run for its logits; so must a prompt whose
@@ -201,13 +206,14 @@ class Scheduler:
 
     # after the step
 
-    def update(self, request: Request, num_kept: int, num_drafts: int, *, missed: bool = False) -> None:
-        """The step is over for this request: `num_kept` more rows are in the cache, a new draft is waiting.
-        `missed`: the drafter has not seen these rows."""
-        before = request.num_computed
-        request.num_computed = min(before + num_kept, len(request.tokens))
-        if missed:
-            request.num_missed += request.num_computed - before
+    def update(self, work: Work, num_kept: int, num_drafts: int) -> None:
+        """The round is over for this request: `num_kept` more rows are in the cache, a new draft is waiting."""
+        request = work.request
+        if work in request.flying:
+            request.flying.remove(work)
+        request.num_computed = min(request.num_computed + num_kept, len(request.tokens))
+        if not work.rests:
+            request.num_followed = request.num_computed
         if request.finished:
             self._retire(request)
             return
@@ -216,10 +222,14 @@ class Scheduler:
         if self.limits.prefix_caching:
             self._name_pages(request)
 
+    def release(self, request: Request) -> None:
+        """Takes a finished request out, wherever it stands."""
+        self._retire(request)
+
     def _name_pages(self, request: Request) -> None:
         """Pages that target and drafter have filled can be found by other requests."""
         size, known = self.limits.page_size, len(request.page_names)
-        num_full = (request.num_computed - request.num_missed) // size
+        num_full = request.num_followed // size
         if num_full <= known:
             return
         full = request.named_tokens[: num_full * size]
@@ -239,8 +249,8 @@ class Scheduler:
         self.running.remove(request)
         self.pool.release(request.pages)
         self._free_slots.append(request.slot)
-        request.pages, request.page_names, request.slot = [], [], -1
-        request.num_computed = request.num_missed = request.num_drafts = 0
+        request.pages, request.page_names, request.slot, request.flying = [], [], -1, []
+        request.num_computed = request.num_followed = request.num_drafts = 0
 
     def _pages_for(self, length: int) -> int:
         """Pages for `length` rows, the token that follows them, and a draft after that."""
@@ -248,3 +258,9 @@ class Scheduler:
 
     def _final_len(self, request: Request) -> int:
         return len(request.tokens) + request.remaining(self.limits.max_model_len)
+
+
+def _is_reading(request: Request) -> bool:
+    """Whether more than its last known token is still to be run."""
+    planned = request.num_computed + sum(work.num_rows for work in request.flying)
+    return planned < len(request.tokens) - 1 and not any(work.emits for work in request.flying)

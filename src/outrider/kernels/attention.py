@@ -34,7 +34,8 @@ def paged_attention_reference(
     keys, values = (x.repeat_interleave(groups, dim=2) for x in (keys, values))
 
     row = torch.arange(len(q), device=q.device) - batch.query_start[batch.request].long()
-    padded = torch.zeros(len(table), batch.max_rows, *q.shape[1:], device=q.device)
+    row = row.clamp(max=batch.max_rows)  # rows that only fill up share one place more
+    padded = torch.zeros(len(table), batch.max_rows + 1, *q.shape[1:], device=q.device)
     padded[batch.request, row] = q.float()
 
     def in_rows(values: Tensor) -> Tensor:
@@ -88,6 +89,7 @@ def paged_attention(
             first_key=batch.first_key,
             page_size=batch.page_size,
             max_rows=batch.max_rows,
+            memo=batch.memo,
         )
         return gpu.paged_attention(
             q,

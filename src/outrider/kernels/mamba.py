@@ -41,7 +41,9 @@ def mamba_reference(projected: Tensor, states: States, batch: Batch, weights: Ma
     _, _, num_heads, state_size, head_dim = states[1].shape
     inner = num_heads * head_dim
     row = torch.arange(len(projected), device=projected.device) - starts[batch.request]
-    padded = projected.new_zeros(len(starts), batch.max_rows, projected.shape[1] - inner, dtype=torch.float32)
+    row = row.clamp(max=batch.max_rows)  # rows that only fill up share one place more
+    num_rows = batch.max_rows + 1
+    padded = projected.new_zeros(len(starts), num_rows, projected.shape[1] - inner, dtype=torch.float32)
     padded[batch.request, row] = projected[:, inner:].float()
     inputs, steps = padded.split([padded.shape[-1] - num_heads, num_heads], dim=-1)
 
@@ -49,7 +51,7 @@ def mamba_reference(projected: Tensor, states: States, batch: Batch, weights: Ma
     history = torch.cat([states[0][batch.slots, read], inputs], dim=1)  # [B, past + R, C]
     window = kept[..., None] + 1 + torch.arange(past, device=kept.device)
     states[0][places] = history[torch.arange(len(starts), device=kept.device)[:, None, None], window]
-    taps = [weights.conv[i].float() * history[:, i : i + batch.max_rows] for i in range(past + 1)]
+    taps = [weights.conv[i].float() * history[:, i : i + num_rows] for i in range(past + 1)]
     mixed = torch.stack(taps).sum(0)
     mixed = F.silu(mixed if weights.conv_bias is None else mixed + weights.conv_bias.float())
 
@@ -62,7 +64,7 @@ def mamba_reference(projected: Tensor, states: States, batch: Batch, weights: Ma
     state = states[1][batch.slots, read]  # [B, heads, N, D]
     saved = states[1][places]  # [B, E, heads, N, D]
     out = torch.zeros_like(x)
-    for r in range(batch.max_rows):
+    for r in range(num_rows):
         step = steps[:, r, :, None, None]
         state = state * torch.exp(step * weights.rate[:, None, None]) + step * b[:, r, ..., None] * x[:, r, :, None]
         out[:, r] = (state * c[:, r, ..., None]).sum(2) + weights.skip[:, None] * x[:, r]

@@ -50,7 +50,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
-    """The token of each row [R]: `rows` is its request in `sampling`, `positions` where the token will stand.
+    """The token of each row [R]: `rows` is its slot in `sampling`, `positions` where the token will stand.
 
     `ids` [V] gives the target's id of each column where the columns are a reduced vocabulary; the result is in
     target ids. Drafters call this too: with the same noise their choice coincides with the target's most often.

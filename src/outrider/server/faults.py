@@ -30,14 +30,14 @@ def discard(engine: Engine, request: Request) -> None:
         if request in scheduler.waiting:
             scheduler.waiting.remove(request)
         if request in scheduler.running:
-            scheduler.update(request, 0, 0)
+            scheduler.release(request)
 
 
 def _send_back(engine: Engine) -> None:
     scheduler = engine.scheduler
     for request in reversed(list(scheduler.running)):  # the oldest comes first again
         if request.finished:
-            scheduler.update(request, 0, 0)
+            scheduler.release(request)
         else:
             scheduler.preempt(request)
 

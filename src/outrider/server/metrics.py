@@ -116,8 +116,7 @@ class Metrics:
         watchdog = self._watchdog = engine.watchdog
         if watchdog is not None:
             self._dead.set_function(lambda: watchdog.is_dead)
-        governor, lookahead = engine.governor, engine.lookahead
-        self._depth.set_function(lambda: governor.latest if governor is not None else lookahead)
+        self._depth.set_function(lambda: engine.drafting.policy.latest)
         shape = engine.cache.shape
         self._config.labels(self._model, str(shape.page_size), str(shape.num_pages)).set(1)
 

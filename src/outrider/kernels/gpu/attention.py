@@ -1,59 +1,168 @@
-"""Attention over pages for any number of rows: several programs share the keys of a request, then their parts are put
-together. Which keys a program sees depends on `parts` alone, so a row's bits do not depend on its company."""
+"""Attention over pages for rows of all kinds at once: prompts, drafts, single tokens after a long text.
+Work is shared out from a list that the device makes: a few rows of one request, with some of its keys. Whoever is the
+last to finish with some rows puts their parts together. In exact mode the parts of a row depend on nothing else."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-WANTED_PROGRAMS = 256  # enough to keep every multiprocessor busy
+WANTED_PROGRAMS = 264  # enough to keep every multiprocessor busy
+LEAST_KEYS = 256  # that are worth a program of their own
 MAX_PARTS = 64
 BLOCK_BYTES = 65536  # of keys and values that a program reads at a time
 WARPS, STAGES = 4, 2
+LOG2_E = 1.4426950408889634  # scores are kept in units of log 2: powers of two are what a device computes
+ITEM = 6  # numbers of an item of work: request, block of rows, part, number of parts, first part's place, block's place
+
+
+@triton.jit
+def _list_work(
+    query_start, indices, last_keys, items, num_requests, num_items, wanted, exact_parts,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK_B: tl.constexpr, CHUNK: tl.constexpr, ITEM: tl.constexpr,
+):  # fmt: skip
+    """Program n writes the items of request n: all its blocks of rows, each with as many parts as its keys are worth.
+    The last one also marks what is left of the list as empty."""
+    number = tl.program_id(0)
+    seat = tl.arange(0, BLOCK_B)
+    exists = seat < num_requests
+    begin = tl.load(query_start + seat, mask=exists, other=0)
+    rows = tl.load(query_start + seat + 1, mask=exists, other=0) - begin
+    some = rows > 0
+    newest = begin + rows - 1
+    end = tl.load(indices + newest, mask=some, other=-1) + 1
+    if HAS_LAST:
+        end = tl.maximum(end, tl.load(last_keys + newest, mask=some, other=-1) + 1)
+    keys = end.to(tl.int32)
+    if WINDOW > 0:
+        keys = tl.minimum(keys, WINDOW + rows)
+    blocks = tl.where(some, (rows * GROUP + BLOCK_M - 1) // BLOCK_M, 0)
+    if exact_parts > 0:
+        parts = tl.full((BLOCK_B,), exact_parts, dtype=tl.int32)
+    else:
+        share = tl.maximum(tl.cdiv(tl.sum(blocks.to(tl.int64) * keys), wanted), LEAST).to(tl.int32)
+        parts = tl.minimum(tl.maximum(tl.cdiv(keys, share), 1), MOST)
+    count = blocks * parts
+    mine = seat == number
+    first = tl.sum(tl.where(seat < number, count, 0))
+    first_block = tl.sum(tl.where(seat < number, blocks, 0))
+    own_parts = tl.sum(tl.where(mine, parts, 0))
+    own_count = tl.sum(tl.where(mine, count, 0))
+    for shift in range(0, own_count, CHUNK):
+        place = shift + tl.arange(0, CHUNK)
+        block = place // own_parts
+        at = items + (first + place) * ITEM
+        fits = place < own_count
+        tl.store(at, number + place * 0, mask=fits)
+        tl.store(at + 1, block, mask=fits)
+        tl.store(at + 2, place % own_parts, mask=fits)
+        tl.store(at + 3, own_parts + place * 0, mask=fits)
+        tl.store(at + 4, first + block * own_parts, mask=fits)
+        tl.store(at + 5, first_block + block, mask=fits)
+    if number == num_requests - 1:
+        for shift in range(first + own_count, num_items, CHUNK):
+            place = shift + tl.arange(0, CHUNK)
+            tl.store(items + place * ITEM, place * 0 - 1, mask=place < num_items)
+
+
+@triton.jit
+def _attend_blocks(
+    best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, high, part, parts,
+    key_row, value_row, first_key, scale, softcap, PAGE: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
+):  # fmt: skip
+    """The rows of a program see those of the blocks low <= number < high that are their part's. Scores are in units of
+    log 2. MASKED: not every row sees every key of them."""
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    place, value_place = tl.arange(0, MAIN), tl.arange(0, BLOCK_VALUE)
+    for number in range(low + (part - low % parts + parts) % parts, high, parts):
+        key = number * BLOCK_N + tl.arange(0, BLOCK_N)
+        exists = (key < end) & (key >= begin)
+        if MASKED:
+            page = tl.load(table + key // PAGE, mask=exists, other=0).to(tl.int64)
+        else:
+            page = tl.load(table + key // PAGE).to(tl.int64)
+        location = page * PAGE + key % PAGE
+        key_at = keys_at + location * key_row
+        value_at = values_at + location * value_row
+        if MASKED:
+            keys = tl.load(key_at[None, :] + place[:, None], mask=exists[None, :] & (place < DIM)[:, None], other=0.0)
+            values = tl.load(
+                value_at[:, None] + value_place[None, :],
+                mask=exists[:, None] & (value_place < VALUE)[None, :], other=0.0,
+            )  # fmt: skip
+        else:
+            keys = tl.load(key_at[None, :] + place[:, None], mask=(place < DIM)[:, None], other=0.0)
+            values = tl.load(value_at[:, None] + value_place[None, :], mask=(value_place < VALUE)[None, :], other=0.0)
+        score = tl.dot(query, keys, input_precision=precision)
+        if REST > 0:
+            more = MAIN + tl.arange(0, REST)
+            keys = tl.load(key_at[None, :] + more[:, None], mask=exists[None, :] & (more < DIM)[:, None], other=0.0)
+            score += tl.dot(query_rest, keys, input_precision=precision)
+        score *= scale
+        if SOFTCAP:
+            score = softcap * (1 - 2 / (1 + tl.exp2(2.8853900817779268 * score / softcap)))
+        if MASKED:
+            seen = (key[None, :] <= last[:, None]) & (key[None, :] >= first_key)
+            if WINDOW > 0:
+                seen = seen & (key[None, :] > index[:, None] - WINDOW)
+            score = tl.where(seen, score, float("-inf"))
+        better = tl.maximum(best, tl.max(score, 1))
+        safe = better
+        if MASKED:
+            safe = tl.where(better == float("-inf"), 0.0, better)  # a row that has seen nothing yet
+        shrink = tl.exp2(best - safe)
+        share = tl.exp2(score - safe[:, None])
+        weight = weight * shrink + tl.sum(share, 1)
+        total = total * shrink[:, None]
+        total = tl.dot(share.to(values.dtype), values, total, input_precision=precision)
+        best = better
+    return best, weight, total
 
 
 @triton.jit
 def _attend(
-    q, k_pages, v_pages, page_table, query_start, indices, last_keys, sinks, out, partial, maxima, sums,
-    q_row, q_head, key_row, key_head, value_row, value_head, table_row, scale, softcap,
-    num_heads, first_key, blocks_per_request, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr, HAS_SINKS: tl.constexpr,
+    items, counters, q, k_pages, v_pages, page_table, query_start, indices, last_keys, sinks, out, partial, maxima,
+    sums, q_row, q_head, key_row, key_head, value_row, value_head, table_row, scale, softcap,
+    num_heads, num_kv_heads, first_key, PAGE: tl.constexpr, ITEM: tl.constexpr, SPLIT: tl.constexpr,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr, HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
-    """A program has a few rows of one request, with all query heads that share a key head, and every PARTS-th block of
-    keys. Rows and heads are laid out as row * GROUP + head."""
-    request = tl.program_id(0) // blocks_per_request
-    block = tl.program_id(0) % blocks_per_request
+    """A program has a few rows of one request, with all query heads that share a key head, and every `parts`-th block of
+    keys. Rows and heads are laid out as row * GROUP + head. SPLIT: blocks that all rows see are computed apart."""
+    item = items + tl.program_id(0) * ITEM
+    request = tl.load(item)
+    if request < 0:
+        return
+    block, part, parts = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     kv_head = tl.program_id(1)
-    part = tl.program_id(2)
     first_row = tl.load(query_start + request)
     num_rows = tl.load(query_start + request + 1) - first_row
     lane = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = lane < num_rows * GROUP
-    if block * BLOCK_M >= num_rows * GROUP:
-        return
     row = (first_row + lane // GROUP).to(tl.int64)
     head = kv_head * GROUP + lane % GROUP
-    index = tl.load(indices + row, mask=inside, other=-1)
-    last = tl.load(last_keys + row, mask=inside, other=-1) if HAS_LAST else index
+    index = tl.load(indices + row, mask=inside, other=-1).to(tl.int32)
+    last = tl.load(last_keys + row, mask=inside, other=-1).to(tl.int32) if HAS_LAST else index
     end = tl.max(last) + 1
     begin = first_key + 0
     if WINDOW > 0:
         lowest = tl.min(tl.where(inside, index, 2147483647)) - WINDOW + 1
         begin = tl.maximum(begin, lowest)
-    first_block = begin // BLOCK_N
-    # the block that this part begins with: the first one not before first_block whose number is `part` modulo PARTS
-    start = first_block + (part - first_block % PARTS + PARTS) % PARTS
+    low, high = begin // BLOCK_N, tl.cdiv(end, BLOCK_N)
 
-    precision: tl.constexpr = "ieee" if IEEE else "tf32"
     place = tl.arange(0, MAIN)
     q_at = q + row[:, None] * q_row + head[:, None] * q_head
     query = tl.load(q_at + place[None, :], mask=inside[:, None] & (place < DIM)[None, :], other=0.0)
+    query_rest = query
     if REST > 0:
         more = MAIN + tl.arange(0, REST)
         query_rest = tl.load(q_at + more[None, :], mask=inside[:, None] & (more < DIM)[None, :], other=0.0)
@@ -61,81 +170,70 @@ def _attend(
     best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_VALUE), dtype=tl.float32)
-    for number in range(start, tl.cdiv(end, BLOCK_N), PARTS):
-        key = number * BLOCK_N + tl.arange(0, BLOCK_N)
-        exists = (key < end) & (key >= begin)
-        page = tl.load(page_table + request * table_row + key // PAGE, mask=exists, other=0).to(tl.int64)
-        location = page * PAGE + key % PAGE
-        key_at = k_pages + location * key_row + kv_head * key_head
-        keys = tl.load(key_at[None, :] + place[:, None], mask=exists[None, :] & (place < DIM)[:, None], other=0.0)
-        value_at = v_pages + location * value_row + kv_head * value_head
-        values = tl.load(
-            value_at[:, None] + value_place[None, :], mask=exists[:, None] & (value_place < VALUE)[None, :], other=0.0
-        )
-        score = tl.dot(query, keys, input_precision=precision)
-        if REST > 0:
-            keys = tl.load(key_at[None, :] + more[:, None], mask=exists[None, :] & (more < DIM)[:, None], other=0.0)
-            score += tl.dot(query_rest, keys, input_precision=precision)
-        score *= scale
-        if SOFTCAP:
-            bounded = 1 - 2 / (1 + tl.exp(2 * score / softcap))
-            score = softcap * bounded
-        seen = (key[None, :] <= last[:, None]) & (key[None, :] >= first_key)
+    keys_at, values_at = k_pages + kv_head * key_head, v_pages + kv_head * value_head
+    table = page_table + request * table_row
+    if SPLIT:
+        first_full = begin
         if WINDOW > 0:
-            seen = seen & (key[None, :] > index[:, None] - WINDOW)
-        score = tl.where(seen, score, float("-inf"))
-        better = tl.maximum(best, tl.max(score, 1))
-        safe = tl.where(better == float("-inf"), 0.0, better)  # a row that has seen nothing yet
-        shrink = tl.exp(best - safe)
-        share = tl.exp(score - safe[:, None])
-        weight = weight * shrink + tl.sum(share, 1)
-        total = total * shrink[:, None]
-        total = tl.dot(share.to(values.dtype), values, total, input_precision=precision)
-        best = better
+            first_full = tl.maximum(begin, tl.max(index) - WINDOW + 1)
+        full = tl.minimum(tl.cdiv(first_full, BLOCK_N), high)
+        full_end = tl.maximum((tl.min(tl.where(inside, last, 2147483647)) + 1) // BLOCK_N, full)
+        if full > low:
+            best, weight, total = _attend_blocks(
+                best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, full,
+                part, parts, key_row, value_row, first_key, scale, softcap, PAGE, True, WINDOW, SOFTCAP, DIM, MAIN, REST,
+                VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
+            )  # fmt: skip
+        best, weight, total = _attend_blocks(
+            best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, full, full_end,
+            part, parts, key_row, value_row, first_key, scale, softcap, PAGE, False, WINDOW, SOFTCAP, DIM, MAIN, REST,
+            VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
+        )  # fmt: skip
+        low = full_end
+    best, weight, total = _attend_blocks(
+        best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, high,
+        part, parts, key_row, value_row, first_key, scale, softcap, PAGE, True, WINDOW, SOFTCAP, DIM, MAIN, REST,
+        VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
+    )  # fmt: skip
     fits = inside[:, None] & (value_place < VALUE)[None, :]
+    if parts > 1:
+        lanes = tl.arange(0, BLOCK_M)
+        first_part = tl.load(item + 4).to(tl.int64)
+        stride = num_kv_heads * BLOCK_M
+        at = ((first_part + part) * num_kv_heads + kv_head) * BLOCK_M + lanes
+        tl.store(maxima + at, best)
+        tl.store(sums + at, weight)
+        tl.store(partial + at[:, None] * VALUE + value_place[None, :], total, mask=fits)
+        tl.debug_barrier()  # all of this program's threads have written before it is counted
+        counter = counters + tl.load(item + 5) * num_kv_heads + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") < parts - 1:
+            return  # another program finishes later, and puts all parts together
+        tl.store(counter, 0)
+        at = (first_part * num_kv_heads + kv_head) * BLOCK_M + lanes
+        best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+        weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        total = tl.zeros((BLOCK_M, BLOCK_VALUE), dtype=tl.float32)
+        for _ in range(parts):
+            top = tl.load(maxima + at, cache_modifier=".cg")
+            better = tl.maximum(best, top)
+            safe = tl.where(better == float("-inf"), 0.0, better)
+            shrink, share = tl.exp2(best - safe), tl.exp2(top - safe)
+            weight = weight * shrink + tl.load(sums + at, cache_modifier=".cg") * share
+            other = tl.load(
+                partial + at[:, None] * VALUE + value_place[None, :], mask=fits, other=0.0, cache_modifier=".cg"
+            )
+            total = total * shrink[:, None] + other * share[:, None]
+            best = better
+            at += stride
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        better = tl.maximum(best, sink)
+        shrink = tl.exp2(best - better)
+        weight = weight * shrink + tl.exp2(sink - better)
+        total = total * shrink[:, None]
+    total = tl.where(weight[:, None] > 0, total / weight[:, None], 0.0)
     cell = row * num_heads + head
-    if PARTS == 1:
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32)
-            better = tl.maximum(best, sink)
-            shrink = tl.exp(best - better)
-            weight = weight * shrink + tl.exp(sink - better)
-            total = total * shrink[:, None]
-        total = tl.where(weight[:, None] > 0, total / weight[:, None], 0.0)
-        tl.store(out + cell[:, None] * VALUE + value_place[None, :], total.to(out.dtype.element_ty), mask=fits)
-    else:
-        at = cell * PARTS + part
-        tl.store(maxima + at, best, mask=inside)
-        tl.store(sums + at, weight, mask=inside)
-        if start * BLOCK_N < end:  # otherwise nothing was seen, and nobody will look
-            tl.store(partial + at[:, None] * VALUE + value_place[None, :], total, mask=fits)
-
-
-@triton.jit
-def _combine(
-    partial, maxima, sums, sinks, out, num_heads,
-    PARTS: tl.constexpr, HAS_SINKS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-):  # fmt: skip
-    """One program for a head of a row."""
-    cell = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
-    place = tl.arange(0, BLOCK_VALUE)
-    best = tl.load(maxima + cell * PARTS + part)
-    top = tl.max(best)
-    if HAS_SINKS:
-        sink = tl.load(sinks + cell % num_heads).to(tl.float32)
-        top = tl.maximum(top, sink)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    share = tl.exp(best - top)
-    weight = tl.sum(tl.load(sums + cell * PARTS + part) * share)
-    if HAS_SINKS:
-        weight += tl.exp(sink - top)
-    seen = best > float("-inf")
-    at = partial + (cell * PARTS + part)[:, None] * VALUE + place[None, :]
-    totals = tl.load(at, mask=seen[:, None] & (place < VALUE)[None, :], other=0.0)
-    total = tl.sum(totals * share[:, None], 0)
-    total = tl.where(weight > 0, total / weight, 0.0)
-    tl.store(out + cell * VALUE + place, total.to(out.dtype.element_ty), mask=place < VALUE)
+    tl.store(out + cell[:, None] * VALUE + value_place[None, :], total.to(out.dtype.element_ty), mask=fits)
 
 
 @dataclass(frozen=True)
@@ -149,6 +247,13 @@ class Keys:
     first_key: int
     page_size: int
     max_rows: int
+    memo: dict[Any, Any]  # layers whose work is shared out alike share the list
+
+
+@dataclass(frozen=True)
+class WorkList:
+    items: Tensor  # [W, ITEM] int32; request -1: none
+    counters: Tensor  # of parts that are finished, by block of rows and key head; 0 before and after every launch
 
 
 def paged_attention(
@@ -163,10 +268,10 @@ def paged_attention(
     parts: int | None = None,
 ) -> Tensor:
     """q [T, heads, D], pages [P, page_size, kv heads, D] and [..., D_v] -> [T, heads, D_v]. `parts`: how many programs
-    share a request's keys; None: as many as keep the device busy, which is not the same in every company."""
+    share a row's keys; None: as many as keep the device busy, which is not the same in every company."""
     k_pages, v_pages = pages
     num_rows, num_heads, dim = q.shape
-    num_requests, num_kv_heads, value_dim = len(keys.query_start) - 1, k_pages.shape[2], v_pages.shape[3]
+    num_kv_heads, value_dim = k_pages.shape[2], v_pages.shape[3]
     out = q.new_empty(num_rows, num_heads, value_dim)
     if not num_rows:
         return out
@@ -175,36 +280,54 @@ def paged_attention(
     block_m = 64 if lanes > 32 and dim <= 256 else 32 if lanes > 16 else 16
     if parts is not None:
         block_m = 16
-    blocks = triton.cdiv(lanes, block_m)
-    if parts is None:
-        programs = num_requests * num_kv_heads * blocks
-        parts = 1 if keys.max_rows > 64 else min(MAX_PARTS, triton.next_power_of_2(max(WANTED_PROGRAMS // programs, 1)))
+    work = _work(keys, group, num_kv_heads, block_m, window, parts)
     main, rest = _split(dim)
-    partial = maxima = sums = out
-    if parts > 1:
-        partial = torch.empty(num_rows * num_heads * parts, value_dim, dtype=torch.float32, device=q.device)
-        maxima = torch.empty(2, num_rows * num_heads * parts, dtype=torch.float32, device=q.device)
-        maxima, sums = maxima.unbind()
+    places = len(work.items) * num_kv_heads * block_m
+    partial = torch.empty(places, value_dim, dtype=torch.float32, device=q.device)
+    maxima, sums = torch.empty(2, places, dtype=torch.float32, device=q.device).unbind()
     last_key, table = keys.last_key, keys.page_table
     block_n = BLOCK_BYTES // ((dim + value_dim) * q.element_size())
     block_n = min(max(1 << (block_n.bit_length() - 1), 32), 64 if q.dtype == torch.float32 else 128)  # a power of two
-    _attend[(num_requests * blocks, num_kv_heads, parts)](
-        q, k_pages, v_pages, table, keys.query_start, keys.indices, keys.indices if last_key is None else last_key,
-        out if sinks is None else sinks, out, partial, maxima, sums,
+    _attend[(len(work.items), num_kv_heads)](
+        work.items, work.counters, q, k_pages, v_pages, table, keys.query_start, keys.indices,
+        keys.indices if last_key is None else last_key, out if sinks is None else sinks, out, partial, maxima, sums,
         q.stride(0), q.stride(1), k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2),
-        table.stride(0), scale, softcap, num_heads, keys.first_key, blocks, keys.page_size,
-        GROUP=group, PARTS=parts, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
+        table.stride(0), scale * LOG2_E, softcap * LOG2_E, num_heads, num_kv_heads, keys.first_key, keys.page_size, ITEM=ITEM,
+        SPLIT=parts is None and block_m >= 64, GROUP=group, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
         SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
         BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=block_m, BLOCK_N=block_n,
         IEEE=q.dtype == torch.float32, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    if parts > 1:
-        _combine[(num_rows * num_heads,)](
-            partial, maxima, sums, out if sinks is None else sinks, out, num_heads,
-            PARTS=parts, HAS_SINKS=sinks is not None, VALUE=value_dim,
-            BLOCK_VALUE=triton.next_power_of_2(value_dim), num_warps=4 if parts * value_dim > 2048 else 1,
-        )  # fmt: skip
     return out
+
+
+def _work(keys: Keys, group: int, num_kv_heads: int, block_m: int, window: int, parts: int | None) -> WorkList:
+    """The list for rows and layers like these, made once for a pass."""
+    name = ("attention work", group, num_kv_heads, block_m, window, parts, keys.last_key is None)
+    found = keys.memo.get(name)
+    if found is None:
+        found = keys.memo[name] = _list(keys, group, num_kv_heads, block_m, window, parts)
+    return found
+
+
+def _list(keys: Keys, group: int, num_kv_heads: int, block_m: int, window: int, parts: int | None) -> WorkList:
+    num_requests, num_rows = len(keys.query_start) - 1, len(keys.indices)
+    # a request has at most one block that is not full, and no more than for the most rows that any has
+    num_blocks = min(
+        num_rows * group // block_m + num_requests, num_requests * triton.cdiv(keys.max_rows * group, block_m)
+    )
+    wanted = triton.cdiv(WANTED_PROGRAMS, num_kv_heads)
+    num_items = num_blocks + wanted if parts is None else num_blocks * parts
+    device = keys.query_start.device
+    items = torch.empty(num_items, ITEM, dtype=torch.int32, device=device)
+    counters = torch.zeros(num_blocks * num_kv_heads, dtype=torch.int32, device=device)
+    _list_work[(num_requests,)](
+        keys.query_start, keys.indices, keys.indices if keys.last_key is None else keys.last_key, items,
+        num_requests, num_items, wanted, 0 if parts is None else parts,
+        GROUP=group, BLOCK_M=block_m, WINDOW=window, HAS_LAST=keys.last_key is not None, LEAST=LEAST_KEYS,
+        MOST=MAX_PARTS, BLOCK_B=triton.next_power_of_2(num_requests), CHUNK=128, ITEM=ITEM, num_warps=1,
+    )  # fmt: skip
+    return WorkList(items, counters)
 
 
 def _split(dim: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.verify import agree
+from outrider.kernels.round import agree
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -1,0 +1,105 @@
+"""Drafting as one object: the drafter of an engine, if it has one, how much it drafts, and when it rests.
+A drafter at rest is left out of rounds. What it misses of the text is kept, and shown to it later all at once, as if it
+were one more part of the prompt: then its memory is what it would have been."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.drafters.base import Drafter
+from outrider.engine.policy import DepthPolicy
+from outrider.engine.request import Request, Work
+from outrider.engine.runner import Runner, exact_shape
+from outrider.types import Draft, Hidden, Step, Verdict
+
+
+class Drafting:
+    def __init__(self, drafter: Drafter | None, policy: DepthPolicy, runner: Runner) -> None:
+        self.drafter, self.policy = drafter, policy
+        self.predicting: Drafter | None = None  # in rounds with requests that bring a prediction
+        self._runner, self._cache = runner, runner.cache
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return () if self.drafter is None else self.drafter.taps
+
+    @property
+    def is_recordable(self) -> bool:
+        return self.drafter is None or self.drafter.recordable
+
+    @property
+    def _follows(self) -> bool:
+        """Whether there is a drafter that must see all of the text."""
+        return self.drafter is not None and not self.drafter.from_text
+
+    def depth(self, requests: Sequence[Request]) -> int:
+        """How many tokens to draft: as many as the request that wants most, and as are worth it. A prediction is always
+        worth a try."""
+        if self.drafter is None or not requests:
+            return 0
+        most = self.drafter.lookahead
+        if not any(request.prediction is not None for request in requests):
+            most = self.policy.depth(len(requests))
+        wanted = [request.most_drafts() for request in requests]
+        return max(most if want is None else min(want, most) for want in wanted)
+
+    def rests(self, plan: Sequence[Work], depth: int) -> bool:
+        """Whether the drafter has nothing to do in a round: all requests decode and want no drafts, and what it misses
+        can be kept."""
+        if depth or self.drafter is None:
+            return False
+        if not all(work.is_round and work.request.prediction is None for work in plan):
+            return False
+        room = self._cache.shape.num_missable
+        return not self._follows or all(work.end - work.request.num_followed <= room for work in plan)
+
+    def plan_rest(self, plan: Sequence[Work]) -> None:
+        """The drafter will not see this work."""
+        for work in plan:
+            work.rests = self._follows
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """The drafter sees what it has missed of these requests, also in rounds that are under way."""
+        behind = [request for request in requests if _has_missed(request)]
+        if not behind or self.drafter is None:
+            return
+        plan = [_missed_work(request) for request in behind]
+        step = self._runner.pack(plan, exact_shape(plan, 0), missed=True)
+        hidden = self._cache.missed(step)
+        nothing = torch.zeros_like(step.num_rows)
+        verdict = Verdict(tokens=nothing[:, None], count=nothing, kept=step.num_rows)
+        self._cache.keep_taps(step, hidden, verdict)
+        self.drafter.propose(step, hidden, verdict)
+        state, slots = step.state, step.batch.slots
+        state.followed[slots] = state.computed[slots]
+        for request in behind:
+            request.num_followed = request.num_computed
+            for work in request.flying:
+                work.rests = False
+
+    def draft(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft | None:
+        """The last part of a round: a draft for the next one, None if nobody drafts. Asks the host nothing unless the
+        drafter does."""
+        if step.shape.rests:
+            self._cache.miss(step, hidden)
+            return None
+        self._cache.keep_taps(step, hidden, verdict)
+        predictions = any(prediction is not None for prediction in step.predictions)
+        drafter = self.predicting if predictions else self.drafter
+        return None if drafter is None else drafter.propose(step, hidden, verdict)
+
+    def learn(self, request: Request) -> None:
+        """A request has ended."""
+        if self.drafter is not None and request.num_outputs:
+            self.drafter.learn(request.tokens, request.params.tenant)
+
+
+def _has_missed(request: Request) -> bool:
+    return request.num_followed < request.num_computed or any(work.rests for work in request.flying)
+
+
+def _missed_work(request: Request) -> Work:
+    end = request.num_computed + sum(work.num_rows for work in request.flying)  # at most
+    return Work(request, end - request.num_followed, 0, emits=False, end=end)

@@ -1,0 +1,64 @@
+"""A round under way: launched on the device, its outcome not yet read. The host plans the next ones meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.engine.request import Work
+from outrider.kernels.round import read_outcome
+from outrider.types import Hidden, Outcome, RoundShape
+
+
+@dataclass
+class Flight:
+    plan: list[Work]
+    shape: RoundShape
+    launched: float  # when, in seconds
+    outcomes: Tensor  # [B, ...] on the host, good once `landed` has happened
+    landed: torch.cuda.Event | None  # None: it has
+    logits: Tensor | None  # [L, V] of the judged rows, where somebody asks for log-probabilities
+    hidden: Hidden | None  # of all rows, where somebody asks for those of a prompt
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any of its requests is still there."""
+        return any(work.is_current for work in self.plan)
+
+    def wait(self) -> float:
+        """Until it has landed; says when that was."""
+        if self.landed is not None:
+            self.landed.synchronize()
+        return time.perf_counter()
+
+    def read(self) -> list[tuple[Work, Outcome, int]]:
+        """Once it has landed: of each request its work, what the round brought, and where its judged rows begin."""
+        rows, begin, found = self.outcomes.tolist(), 0, []
+        for work, row in zip(self.plan, rows, strict=False):
+            outcome = read_outcome(row, self.shape)
+            found.append((work, outcome, begin))
+            begin += 1 + outcome.num_judged if work.emits else 0
+        return found
+
+
+def to_host(table: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy on the host, and what must happen before it is good: None where it is at once."""
+    if not table.is_cuda:
+        return table, None
+    copy = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+    copy.copy_(table, non_blocking=True)
+    landed = torch.cuda.Event()
+    landed.record()
+    return copy, landed
+
+
+def wants_logprobs(plan: Sequence[Work]) -> bool:
+    return any(work.emits and work.request.params.logprobs is not None for work in plan)
+
+
+def wants_prompt_logprobs(plan: Sequence[Work]) -> bool:
+    return any(work.request.params.prompt_logprobs is not None for work in plan)

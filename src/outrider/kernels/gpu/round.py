@@ -1,0 +1,365 @@
+"""The operations of a round in few launches; kernels/round.py says what each of them does, and in torch, how."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.kernels.gpu import launch
+from outrider.kernels.round import NUM_COUNTS, Catching, Layout, Rows
+from outrider.types import Batch, Draft, RoundShape, Seats, SlotState, Step, Verdict
+
+BLOCK = 1024  # numbers of a row of taps, or entries of a page table, that are copied at a time
+PAIRS = 8192  # rows x requests that a program compares to find which row is whose
+
+
+@triton.jit
+def _begin(EARLY: tl.constexpr):
+    """The launch before this one may still be at work: waits for its results."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _owner(ends, place, num_requests):
+    """Of places [R], given where each request's run ends [B]: whose run a place is in, and where that run begins."""
+    passed = ends[None, :] <= place[:, None]
+    owner = tl.minimum(tl.sum(passed.to(tl.int32), 1), num_requests - 1)
+    return owner, tl.max(tl.where(passed, ends[None, :], 0), 1)
+
+
+@triton.jit
+def _lay_out(
+    slots, pending, allowed, emits, tokens, seen, computed, draft_count, page_table,
+    query_start, input_ids, indices, requests, row_slots, locations,
+    starts, num_rows, num_drafts, emits_out, judged, judged_start, table,
+    tokens_row, table_row, page_size, num_requests, total, num_judged, null_slot,
+    MISSED: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program (n, 0): a few rows, and as many judged ones. Program (n, 1): the page table of request n."""
+    _begin(EARLY)
+    number = tl.program_id(0)
+    if tl.program_id(1) == 1:
+        if number < num_requests:
+            slot = tl.load(slots + number)
+            for begin in range(0, table_row, BLOCK):
+                place = begin + tl.arange(0, BLOCK)
+                inside = place < table_row
+                copied = tl.load(page_table + slot * table_row + place, mask=inside, other=0)
+                tl.store(table + number.to(tl.int64) * table_row + place, copied, mask=inside)
+        return
+    seat = tl.arange(0, BLOCK_B)
+    exists = seat < num_requests
+    slot = tl.load(slots + seat, mask=exists, other=null_slot)
+    known = tl.load(pending + seat, mask=exists, other=0)
+    taken = known > 0
+    says = tl.load(emits + seat, mask=exists, other=0) > 0
+    start = tl.where(taken, tl.load(seen + slot), 0)
+    if MISSED:
+        known = tl.load(computed + slot) - start
+    drafts = tl.minimum(tl.load(draft_count + slot), tl.load(allowed + seat, mask=exists, other=0))
+    drafts = tl.where(says, drafts, 0).to(tl.int32)
+    count = tl.where(taken, known.to(tl.int32) + drafts, 0)
+    ends = tl.cumsum(count, 0)
+    wanted = tl.where(says, 1 + drafts, 0)
+    judged_ends = tl.cumsum(wanted, 0)
+    if number == 0:
+        tl.store(query_start + seat, ends - count, mask=exists)
+        tl.store(query_start + 1 + seat, ends, mask=seat == num_requests - 1)
+        tl.store(judged_start + seat, judged_ends - wanted, mask=exists)
+        tl.store(judged_start + 1 + seat, judged_ends, mask=seat == num_requests - 1)
+        tl.store(starts + seat, start, mask=exists)
+        tl.store(num_rows + seat, count.to(tl.int64), mask=exists)
+        tl.store(num_drafts + seat, drafts.to(tl.int64), mask=exists)
+        tl.store(emits_out + seat, says, mask=exists)
+    at = number * ROWS + tl.arange(0, ROWS)
+    fits, inside = at < total, at < tl.max(ends)
+    owner, first = _owner(ends, at, num_requests)
+    own_slot = tl.where(inside, tl.load(slots + owner), null_slot)
+    index = tl.where(inside, tl.load(seen + own_slot) + at - first, 0)
+    page = tl.load(page_table + own_slot * table_row + index // page_size, mask=fits & inside, other=0).to(tl.int64)
+    token = tl.load(tokens + own_slot * tokens_row + index, mask=fits & inside, other=0)
+    tl.store(input_ids + at, token, mask=fits)
+    tl.store(indices + at, index, mask=fits)
+    tl.store(requests + at, owner.to(tl.int64), mask=fits)
+    tl.store(row_slots + at, own_slot, mask=fits)
+    tl.store(locations + at, page * page_size + index % page_size, mask=fits)
+    if number * ROWS < num_judged:
+        owner, first = _owner(judged_ends, at, num_requests)
+        is_owner = seat[None, :] == owner[:, None]
+        row = tl.sum(tl.where(is_owner, (ends - 1 - drafts)[None, :], 0), 1) + at - first
+        row = tl.where(at < tl.max(judged_ends), row, 0)
+        tl.store(judged + at, row.to(tl.int64), mask=at < num_judged)
+
+
+def lay_out(seats: Seats, shape: RoundShape, state: SlotState, pages: tuple[Tensor, int], *, missed: bool) -> Layout:
+    page_table, page_size = pages
+    slots, count, total = seats.slots, shape.num_seats, shape.num_rows
+    early, block_b = launch.early(slots), triton.next_power_of_2(count)
+    rows, starts, num_rows, num_drafts = _new_rows(slots, total), *(slots.new_empty(count) for _ in range(3))
+    layout = Layout(
+        rows=rows,
+        page_table=page_table.new_empty(count, page_table.shape[1]),
+        starts=starts,
+        num_rows=num_rows,
+        num_drafts=num_drafts,
+        emits=slots.new_empty(count, dtype=torch.bool),
+        judged=slots.new_empty(shape.num_judged),
+        judged_start=slots.new_empty(count + 1, dtype=torch.int32),
+    )
+    block = _rows_per_program(block_b)
+    _lay_out[(max(triton.cdiv(total, block), triton.cdiv(shape.num_judged, block), count), 2)](
+        slots, seats.pending, seats.allowed, seats.emits, state.tokens, state.followed if missed else state.computed,
+        state.computed, state.draft_count, page_table,
+        rows.query_start, rows.input_ids, rows.indices, rows.request, rows.row_slots, rows.locations,
+        starts, num_rows, num_drafts, layout.emits, layout.judged, layout.judged_start, layout.page_table,
+        state.tokens.stride(0), page_table.shape[1], page_size, count, total, shape.num_judged, state.null_slot,
+        MISSED=missed, ROWS=block, BLOCK_B=block_b, BLOCK=BLOCK, EARLY=early, num_warps=4, **launch.options(early),
+    )  # fmt: skip
+    return layout
+
+
+def _new_rows(slots: Tensor, total: int) -> Rows:
+    input_ids, indices, request, row_slots, locations = (slots.new_empty(total) for _ in range(5))
+    query_start = slots.new_empty(len(slots) + 1, dtype=torch.int32)
+    return Rows(query_start, input_ids, indices, request, row_slots, locations)
+
+
+def _rows_per_program(block_b: int) -> int:
+    return max(min(PAIRS // block_b, 64), 16)
+
+
+@triton.jit
+def _judge(
+    choice, input_ids, slots, emits, query_start, judged_start, num_drafts, starts,
+    tokens, lengths, computed, kept_state, chosen_out, count_out, kept_out,
+    tokens_row, width, BLOCK_W: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    _begin(EARLY)
+    request = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + request)
+    says = tl.load(emits + request) != 0
+    drafts = tl.load(num_drafts + request)
+    end = tl.load(query_start + request + 1).to(tl.int64)
+    num_rows = end - tl.load(query_start + request)
+    column = tl.arange(0, BLOCK_W)
+    last = tl.where(says, drafts, -1)  # of its judged rows
+    chosen = tl.load(choice + tl.load(judged_start + request) + column, mask=column <= last, other=0)
+    draft = tl.load(input_ids + end - drafts + column, mask=column < last, other=-1)
+    differs = (chosen != draft) | (column >= drafts)
+    accepted = tl.min(tl.where(differs, column, BLOCK_W)).to(tl.int64)
+    count = tl.where(says, accepted + 1, 0)
+    kept = tl.where(says, num_rows - drafts + accepted, num_rows)
+    length = tl.load(lengths + slot)
+    tl.store(tokens + slot * tokens_row + length + column, chosen, mask=column < count)
+    tl.store(lengths + slot, length + count)
+    tl.store(computed + slot, tl.load(starts + request) + kept)
+    tl.store(kept_state + slot, kept - (num_rows - drafts))
+    tl.store(chosen_out + request * width + column, chosen, mask=column < width)
+    tl.store(count_out + request, count)
+    tl.store(kept_out + request, kept)
+
+
+def judge(step: Step, choice: Tensor) -> Verdict:
+    state, batch, early = step.state, step.batch, launch.early(choice)
+    num_requests, width = len(batch.slots), 1 + step.shape.max_drafts
+    choice = choice.contiguous() if len(choice) else choice.new_zeros(1)
+    count, kept = torch.empty_like(step.starts), torch.empty_like(step.starts)
+    chosen = choice.new_empty(num_requests, width)
+    _judge[(num_requests,)](
+        choice, batch.input_ids, batch.slots, step.emits, batch.query_start, step.judged_start, step.num_drafts,
+        step.starts, state.tokens, state.lengths, state.computed, state.kept_state, chosen, count, kept,
+        state.tokens.stride(0), width,
+        BLOCK_W=triton.next_power_of_2(width), EARLY=early, num_warps=1, **launch.options(early),
+    )  # fmt: skip
+    return Verdict(chosen, count, kept)
+
+
+@triton.jit
+def _tap_at(taps, carried, request, first, row, num_carried, size, place, fits):
+    """Of a row of a request; those before its first were carried."""
+    if row < 0:
+        value = tl.load(carried + (request * num_carried + num_carried + row) * size + place, mask=fits)
+    else:
+        value = tl.load(taps + (first + row) * size + place, mask=fits)
+    return value
+
+
+@triton.jit
+def _keep_taps(
+    taps, carried, slots, query_start, num_kept, requests, indices, starts, page_table, carry, tails,
+    num_requests, table_row, page_size, size, num_carried, num_tails, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The first num_requests * num_carried programs each have a carried row, the others each a row of the pass, which
+    is kept if it is the last of a page."""
+    _begin(EARLY)
+    number = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    fits = place < size
+    if number < num_requests * num_carried:
+        request, which = number // num_carried, number % num_carried
+        first = tl.load(query_start + request).to(tl.int64)
+        row = tl.load(num_kept + request) - num_carried + which
+        value = _tap_at(taps, carried, request, first, row, num_carried, size, place, fits)
+        tl.store(carry + (tl.load(slots + request) * num_carried + which) * size + place, value, mask=fits)
+    else:
+        at = number - num_requests * num_carried
+        request = tl.load(requests + at)
+        index = tl.load(indices + at)
+        inside = at < tl.load(query_start + num_requests)
+        stays = index < tl.load(starts + request) + tl.load(num_kept + request)
+        if inside & stays & ((index + 1) % page_size == 0):
+            first = tl.load(query_start + request).to(tl.int64)
+            page = tl.load(page_table + request * table_row + index // page_size).to(tl.int64)
+            for tail in range(num_tails):
+                row = at - first - num_tails + 1 + tail
+                value = _tap_at(taps, carried, request, first, row, num_carried, size, place, fits)
+                tl.store(tails + (page * num_tails + tail) * size + place, value, mask=fits)
+
+
+def keep_taps(step: Step, taps: Tensor, carried: Tensor, verdict: Verdict, kept: tuple[Tensor, Tensor]) -> None:
+    carry, tails = kept
+    batch, early = step.batch, launch.early(taps)
+    size, num_requests = taps[0].numel(), len(batch.slots)
+    num_carried, num_tails = carry.shape[1], tails.shape[1]
+    num_programs = num_requests * num_carried + (len(batch.request) if num_tails else 0)
+    if not num_programs:
+        return
+    _keep_taps[(num_programs, triton.cdiv(size, BLOCK))](
+        taps.contiguous(), carried.contiguous(), batch.slots, batch.query_start, verdict.kept, batch.request,
+        batch.indices, step.starts, batch.page_table, carry, tails,
+        num_requests, batch.page_table.stride(0), batch.page_size, size, num_carried, num_tails,
+        BLOCK=BLOCK, EARLY=early, **launch.options(early),
+    )  # fmt: skip
+
+
+@triton.jit
+def _extension_rows(
+    slots, starts, num_rows, old_start, lengths, tokens, page_table,
+    new_start, requests, row_slots, indices, input_ids, locations, last,
+    tokens_row, table_row, page_size, num_requests, total, last_index, null_slot, first_key, back, extra,
+    ROWS: tl.constexpr, BLOCK_B: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    _begin(EARLY)
+    more = 1 + back + extra
+    seat = tl.arange(0, BLOCK_B)
+    exists = seat < num_requests
+    begins = tl.load(old_start + seat, mask=exists, other=0) + more * seat
+    ends = tl.load(old_start + 1 + seat, mask=exists, other=1 << 29) + more * (seat + 1)
+    if tl.program_id(0) == 0:
+        tl.store(new_start + seat, begins, mask=exists)
+        tl.store(new_start + 1 + seat, ends, mask=seat == num_requests - 1)
+        slot = tl.load(slots + seat, mask=exists, other=null_slot)
+        newest = tl.load(lengths + slot) - 1 - tl.load(starts + seat, mask=exists, other=0)
+        newest = tl.minimum(newest, tl.load(num_rows + seat, mask=exists, other=0))
+        tl.store(last + seat, begins + back + newest, mask=exists)
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    fits = at < total
+    owner, first = _owner(ends, at, num_requests)
+    inside = at < tl.max(tl.where(exists, ends, 0))
+    slot = tl.where(inside, tl.load(slots + owner), null_slot)
+    place = tl.load(starts + owner) - back + at - first
+    known = inside & (place >= first_key) & (place < tl.load(lengths + slot) + extra)
+    index = tl.where(inside, tl.minimum(tl.maximum(place, 0), last_index), 0)
+    page_at = page_table + owner.to(tl.int64) * table_row + index // page_size
+    page = tl.load(page_at, mask=fits & known, other=0).to(tl.int64)
+    tl.store(requests + at, owner.to(tl.int64), mask=fits)
+    tl.store(row_slots + at, slot, mask=fits)
+    tl.store(indices + at, index, mask=fits)
+    tl.store(input_ids + at, tl.load(tokens + slot * tokens_row + index, mask=fits, other=0), mask=fits)
+    tl.store(locations + at, page * page_size + index % page_size, mask=fits)
+
+
+def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor]:
+    batch, state, early = step.batch, step.state, launch.early(step.starts)
+    num_requests = len(batch.slots)
+    total = len(batch.input_ids) + catching.more * num_requests
+    rows, last = _new_rows(batch.slots, total), torch.empty_like(batch.slots)
+    block_b = triton.next_power_of_2(num_requests)
+    block = _rows_per_program(block_b)
+    _extension_rows[(triton.cdiv(total, block),)](
+        batch.slots, step.starts, step.num_rows, batch.query_start, state.lengths, state.tokens, batch.page_table,
+        rows.query_start, rows.request, rows.row_slots, rows.indices, rows.input_ids, rows.locations, last,
+        state.tokens.stride(0), batch.page_table.stride(0), batch.page_size, num_requests, total,
+        state.tokens.shape[1] - 1, state.null_slot, catching.first_key, catching.back, catching.extra,
+        ROWS=block, BLOCK_B=block_b, EARLY=early, num_warps=4, **launch.options(early),
+    )  # fmt: skip
+    return rows, last
+
+
+@triton.jit
+def _shift_taps(
+    taps, carried, requests, new_start, old_start, num_rows, out, size, num_carried, back,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    _begin(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    request = tl.load(requests + row)
+    offset = row - tl.load(new_start + request)
+    before = tl.minimum(offset - back - 1, tl.load(num_rows + request) - 1)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    fits = place < size
+    first = tl.load(old_start + request).to(tl.int64)
+    value = _tap_at(taps, carried, request, first, before, num_carried, size, place, fits)
+    tl.store(out + row * size + place, value, mask=fits)
+
+
+def shift_taps(step: Step, taps: Tensor, carried: Tensor, rows: Batch, back: int) -> Tensor:
+    total, size, early = len(rows.request), taps[0].numel(), launch.early(taps)
+    out = taps.new_empty(total, *taps.shape[1:])
+    _shift_taps[(total, triton.cdiv(size, BLOCK))](
+        taps.contiguous(), carried.contiguous(), rows.request, rows.query_start, step.batch.query_start, step.num_rows,
+        out, size, carried.shape[1], back, BLOCK=BLOCK, EARLY=early, **launch.options(early),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _write_outcome(
+    slots, lengths, tokens, computed, followed, draft_count, judged, count, kept, predicted, choice, draft, made, table,
+    tokens_row, width, depth, columns, HAS_DRAFT: tl.constexpr, HAS_PREDICTED: tl.constexpr, FOLLOWS: tl.constexpr,
+    COUNTS: tl.constexpr, BLOCK_W: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    _begin(EARLY)
+    request = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + request)
+    row = table + request * columns
+    place = tl.arange(0, BLOCK_W)
+    drafted = tl.full((), 0, dtype=tl.int64)
+    if HAS_DRAFT:
+        drafted = tl.load(made + request).to(tl.int64)
+        token = tl.load(draft + request * depth + place, mask=place < depth, other=0)
+        tl.store(tokens + slot * tokens_row + tl.load(lengths + slot) + place, token, mask=place < drafted)
+        tl.store(row + COUNTS + width + place, token, mask=place < depth)
+    tl.store(draft_count + slot, drafted)
+    if FOLLOWS:
+        tl.store(followed + slot, tl.load(computed + slot))
+    tl.store(row, tl.load(judged + request))
+    tl.store(row + 1, drafted)
+    tl.store(row + 2, tl.load(count + request))
+    tl.store(row + 3, tl.load(kept + request))
+    tl.store(row + 4, tl.load(predicted + request).to(tl.int64) if HAS_PREDICTED else 0)
+    chosen = tl.load(choice + request * width + place, mask=place < width, other=0)
+    tl.store(row + COUNTS + place, chosen, mask=place < width)
+
+
+def write_outcome(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:
+    state, early = step.state, launch.early(step.starts)
+    num_requests, width = verdict.tokens.shape
+    depth = 0 if draft is None else draft.tokens.shape[1]
+    predicted = None if draft is None else draft.predicted
+    columns = NUM_COUNTS + width + depth
+    table = verdict.tokens.new_empty(num_requests, columns)
+    _write_outcome[(num_requests,)](
+        step.batch.slots, state.lengths, state.tokens, state.computed, state.followed, state.draft_count,
+        step.num_drafts, verdict.count, verdict.kept, verdict.count if predicted is None else predicted, verdict.tokens,
+        verdict.count if draft is None else draft.tokens.contiguous(), verdict.count if draft is None else draft.count,
+        table, state.tokens.stride(0), width, depth, columns,
+        HAS_DRAFT=draft is not None, HAS_PREDICTED=predicted is not None, FOLLOWS=not step.shape.rests,
+        COUNTS=NUM_COUNTS, BLOCK_W=triton.next_power_of_2(max(width, depth)), EARLY=early, num_warps=1,
+        **launch.options(early),
+    )  # fmt: skip
+    return table

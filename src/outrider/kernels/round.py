@@ -1,0 +1,272 @@
+"""What a round does beside its networks: rows are laid out, drafts are judged, tokens and taps are kept, the outcome is
+written down for the host. No operation asks the host anything, so that a round can be recorded and replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.dispatch import use_triton
+from outrider.types import NULL_PAGE, Batch, Draft, Outcome, RoundShape, Seats, SlotState, Step, Verdict
+
+NUM_COUNTS = 5  # numbers of an outcome that come before its tokens
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a pass, request after request; those left over only fill up a fixed size, and are written nowhere."""
+
+    query_start: Tensor  # [B + 1] int32
+    input_ids: Tensor  # [T]
+    indices: Tensor  # [T] cache indices
+    request: Tensor  # [T]
+    row_slots: Tensor  # [T]
+    locations: Tensor  # [T] page * page_size + offset
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A round as laid out: its rows, and what is judged. See Step."""
+
+    rows: Rows
+    page_table: Tensor  # [B, M]
+    starts: Tensor  # [B]
+    num_rows: Tensor  # [B]
+    num_drafts: Tensor  # [B]
+    emits: Tensor  # [B] bool
+    judged: Tensor  # [L]
+    judged_start: Tensor  # [B + 1] int32
+
+
+def lay_out(seats: Seats, shape: RoundShape, state: SlotState, pages: tuple[Tensor, int], *, missed: bool) -> Layout:
+    """Every seat's rows: known tokens from where its cache ends, then as many drafts as there are and may be judged.
+    `pages`: the page table [S, M] and the page size. `missed`: the rows that the drafter has not seen yet instead."""
+    if use_triton(seats.slots):
+        from outrider.kernels.gpu import round as gpu
+
+        return gpu.lay_out(seats, shape, state, pages, missed=missed)
+    return lay_out_reference(seats, shape, state, pages, missed=missed)
+
+
+def lay_out_reference(
+    seats: Seats, shape: RoundShape, state: SlotState, pages: tuple[Tensor, int], *, missed: bool
+) -> Layout:
+    page_table, page_size = pages
+    slots, taken, emits = seats.slots, seats.pending > 0, seats.emits > 0
+    starts = torch.where(taken, (state.followed if missed else state.computed)[slots], 0)
+    pending = state.computed[slots] - starts if missed else seats.pending
+    num_drafts = torch.where(emits, torch.minimum(state.draft_count[slots], seats.allowed), 0)
+    num_rows = torch.where(taken, pending + num_drafts, 0)
+    query_start = _starts(num_rows)
+    request, offset, inside = _owners(query_start, shape.num_rows)
+    indices = torch.where(inside, starts[request] + offset, 0)
+    row_slots = torch.where(inside, slots[request], state.null_slot)
+    table = page_table[slots]
+    page = torch.where(inside, table[request, indices // page_size], NULL_PAGE).long()
+    rows = Rows(
+        query_start=query_start.int(),
+        input_ids=torch.where(inside, state.tokens[row_slots, indices], 0),
+        indices=indices,
+        request=request,
+        row_slots=row_slots,
+        locations=page * page_size + indices % page_size,
+    )
+    judged_start = _starts(torch.where(emits, 1 + num_drafts, 0))
+    owner, place, real = _owners(judged_start, shape.num_judged)
+    judged = torch.where(real, query_start[1:][owner] - 1 - num_drafts[owner] + place, 0)
+    return Layout(rows, table, starts, num_rows, num_drafts, emits, judged, judged_start.int())
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """Where each of several runs begins, and where the last one ends: [B] -> [B + 1]."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def _owners(starts: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `total` places: which run each belongs to, its place within the run, and whether it belongs to one at all.
+    Those behind the last run are said to be the last one's."""
+    place = torch.arange(total, device=starts.device)
+    run = torch.searchsorted(starts[1:], place, right=True).clamp(max=len(starts) - 2)
+    return run, place - starts[run], place < starts[-1]
+
+
+def agree(choice: Tensor, draft: Tensor, num_drafts: Tensor) -> Tensor:
+    """How many draft tokens are accepted: the longest prefix that equals the target's choices.
+
+    choice [B, K + 1], draft [B, K], num_drafts [B] -> [B]
+    """
+    column = torch.arange(draft.shape[1], device=draft.device)
+    same = (choice[:, :-1] == draft) & (column < num_drafts[:, None])
+    return same.long().cumprod(dim=1).sum(dim=1)
+
+
+def judge(step: Step, choice: Tensor) -> Verdict:
+    """Verification by agreement: a draft token stands if and only if it is the token the target chooses itself. What
+    stands is committed: tokens are appended, lengths move. choice [L]: the target's token after each judged row."""
+    if use_triton(choice):
+        from outrider.kernels.gpu import round as gpu
+
+        return gpu.judge(step, choice)
+    return judge_reference(step, choice)
+
+
+def judge_reference(step: Step, choice: Tensor) -> Verdict:
+    batch, state, slots = step.batch, step.state, step.batch.slots
+    column = torch.arange(1 + step.shape.max_drafts, device=choice.device)
+    mine = step.emits[:, None] & (column <= step.num_drafts[:, None])
+    place = torch.where(mine, step.judged_start[:-1, None] + column, 0)
+    tokens = torch.where(mine, choice[place], 0) if len(choice) else torch.zeros_like(place)
+    first = batch.query_start[1:] - 1 - step.num_drafts  # the row of the last known token
+    row = torch.where(column[1:] <= step.num_drafts[:, None], first[:, None] + column[1:], 0)
+    accepted = agree(tokens, batch.input_ids[row], step.num_drafts)
+    count = torch.where(step.emits, accepted + 1, 0)
+    kept = step.num_rows - torch.where(step.emits, step.num_drafts - accepted, 0)
+    lengths = state.lengths[slots]
+    dump = state.tokens.shape[1] - 1
+    state.tokens[slots[:, None], torch.where(column < count[:, None], lengths[:, None] + column, dump)] = tokens
+    state.lengths[slots] = lengths + count
+    state.computed[slots] = step.starts + kept
+    state.kept_state[slots] = kept - (step.num_rows - step.num_drafts)
+    return Verdict(tokens, count, kept)
+
+
+def keep_taps(step: Step, taps: Tensor, carried: Tensor, verdict: Verdict, kept: tuple[Tensor, Tensor]) -> None:
+    """Those that later rounds need: taps [T, n, H] of each request's last kept rows go to the slots' carry
+    [S, C, n, H], those of the last rows of a page to its tails [P, N, n, H]. `kept`: carry and tails; `carried`
+    [B, C, n, H]: the carry as it was."""
+    if use_triton(taps):
+        from outrider.kernels.gpu import round as gpu
+
+        gpu.keep_taps(step, taps, carried, verdict, kept)
+    else:
+        keep_taps_reference(step, taps, carried, verdict, kept)
+
+
+def keep_taps_reference(
+    step: Step, taps: Tensor, carried: Tensor, verdict: Verdict, kept: tuple[Tensor, Tensor]
+) -> None:
+    carry, tails = kept
+    batch, count = step.batch, carried.shape[1]
+    first = batch.query_start[:-1].long()
+    source = torch.cat([carried.flatten(0, 1), taps])  # request after request, then row after row
+
+    def upto(request: Tensor, row: Tensor, num: int) -> Tensor:
+        """The taps [..., num, n, H] of the `num` rows that end with this row of the request."""
+        rows = row[:, None] - torch.arange(num - 1, -1, -1, device=row.device)
+        before = request[:, None] * count + count + rows
+        return source[torch.where(rows < 0, before, len(first) * count + first[request, None] + rows)]
+
+    carry[batch.slots] = upto(torch.arange(len(first), device=first.device), verdict.kept - 1, count)
+    row = torch.arange(len(batch.request), device=first.device)
+    inside = row < batch.query_start[-1]
+    ends_page = inside & ((batch.indices + 1) % batch.page_size == 0)
+    stays = batch.indices < (step.starts + verdict.kept)[batch.request]
+    page = batch.page_table[batch.request, batch.indices // batch.page_size].long()
+    row = torch.where(inside, row - first[batch.request], 0)
+    tails[torch.where(ends_page & stays, page, NULL_PAGE)] = upto(batch.request, row, tails.shape[1])
+
+
+@dataclass(frozen=True)
+class Catching:
+    """How a drafter's rows differ from the target's; see drafters/base.py, extend()."""
+
+    first_key: int = 0
+    lag: int = 0
+    back: int = 0
+    extra: int = 0
+
+    @property
+    def more(self) -> int:
+        """Rows of each request beyond those of the pass."""
+        return 1 + self.back + self.extra
+
+
+def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor]:
+    """One row for every token of the pass and `more` of every request: cache indices start - back ..., and which of
+    them is each request's newest token [B]."""
+    if use_triton(step.starts):
+        from outrider.kernels.gpu import round as gpu
+
+        return gpu.extension_rows(step, catching)
+    return extension_rows_reference(step, catching)
+
+
+def extension_rows_reference(step: Step, catching: Catching) -> tuple[Rows, Tensor]:
+    batch, state, back, more = step.batch, step.state, catching.back, catching.more
+    num_requests = len(batch.slots)
+    query_start = batch.query_start.long() + more * torch.arange(num_requests + 1, device=batch.slots.device)
+    request, offset, inside = _owners(query_start, len(batch.input_ids) + more * num_requests)
+    places = step.starts[request] - back + offset
+    lengths = state.lengths[batch.slots]
+    known = inside & (places >= catching.first_key) & (places < lengths[request] + catching.extra)
+    # rows before the text, or beyond all room, are not written
+    indices = torch.where(inside, places.clamp(0, state.tokens.shape[1] - 1), 0)
+    row_slots = torch.where(inside, batch.slots[request], state.null_slot)
+    page = batch.page_table[request, indices // batch.page_size].long()
+    rows = Rows(
+        query_start=query_start.int(),
+        input_ids=state.tokens[row_slots, indices],
+        indices=indices,
+        request=request,
+        row_slots=row_slots,
+        locations=torch.where(known, page, NULL_PAGE) * batch.page_size + indices % batch.page_size,
+    )
+    return rows, query_start[:-1] + back + torch.minimum(lengths - 1 - step.starts, step.num_rows)
+
+
+def shift_taps(step: Step, taps: Tensor, carried: Tensor, rows: Batch, back: int) -> Tensor:
+    """The taps [T, n, H] of the token before each of the extension's rows; the first ones were carried [B, C, n, H].
+    Rows beyond the target's own repeat its last."""
+    if use_triton(taps):
+        from outrider.kernels.gpu import round as gpu
+
+        return gpu.shift_taps(step, taps, carried, rows, back)
+    return shift_taps_reference(step, taps, carried, rows, back)
+
+
+def shift_taps_reference(step: Step, taps: Tensor, carried: Tensor, rows: Batch, back: int) -> Tensor:
+    num_requests, count = carried.shape[:2]
+    source = torch.cat([carried.flatten(0, 1), taps])  # request after request, then row after row
+    request = rows.request
+    offset = torch.arange(len(request), device=request.device) - rows.query_start[request].long()
+    before = torch.minimum(offset - back - 1, step.num_rows[request] - 1)  # row of the target's pass
+    own = num_requests * count + step.batch.query_start[request].long() + before
+    return source[torch.where(before < 0, request * count + count + before, own)]
+
+
+def write_outcome(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:
+    """Keeps the draft right behind the committed tokens, where the next round finds both with one gather, notes how
+    much of the text the drafter has seen, and writes down what the host must know, [B, NUM_COUNTS + J + K];
+    read_outcome() reads a row of it."""
+    if use_triton(step.starts):
+        from outrider.kernels.gpu import round as gpu
+
+        return gpu.write_outcome(step, verdict, draft)
+    return write_outcome_reference(step, verdict, draft)
+
+
+def write_outcome_reference(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:
+    state, slots = step.state, step.batch.slots
+    none = torch.zeros_like(verdict.count)
+    made = none if draft is None else draft.count
+    predicted = none if draft is None or draft.predicted is None else draft.predicted.long()
+    counts = torch.stack([step.num_drafts, made, verdict.count, verdict.kept, predicted], dim=1)
+    state.draft_count[slots] = made
+    if not step.shape.rests:
+        state.followed[slots] = state.computed[slots]
+    if draft is None:
+        return torch.cat([counts, verdict.tokens], dim=1)
+    column = torch.arange(draft.tokens.shape[1], device=slots.device)
+    dump = state.tokens.shape[1] - 1
+    place = torch.where(column < made[:, None], state.lengths[slots][:, None] + column, dump)
+    state.tokens[slots[:, None], place] = draft.tokens
+    return torch.cat([counts, verdict.tokens, draft.tokens], dim=1)
+
+
+def read_outcome(row: list[int], shape: RoundShape) -> Outcome:
+    """What a row of write_outcome() says."""
+    num_judged, num_drafts, count, kept, predicted = row[:NUM_COUNTS]
+    tokens, drafts = row[NUM_COUNTS:], row[NUM_COUNTS + 1 + shape.max_drafts :]
+    return Outcome(num_judged, tokens[:count], kept, drafts[:num_drafts], bool(predicted))
