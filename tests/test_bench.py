@@ -17,9 +17,9 @@ import typer
 from typer.testing import CliRunner
 
 from outrider import LLM
-from outrider.bench import bench_app
+from outrider.bench import peer_llama_cpp  # noqa: F401  (registers itself)
+from outrider.bench.commands import bench_app
 from outrider.bench.interleave import Record, Spread, interleave, memory_bandwidth, num_equal, paired_ratio
-from outrider.bench.options import speculative_from
 from outrider.bench.peer_transformers import Compiled, Continuous, Transformers, build_transformers, steady_rate
 from outrider.bench.peers import PeerOptions, open_peers
 from outrider.bench.prompts import (
@@ -83,25 +83,6 @@ def test_a_model_without_a_tokenizer_gets_random_ids(target_path: Callable[..., 
         workload("poetry", vocabulary)
 
 
-def test_which_drafter_the_options_name() -> None:
-    assert speculative_from("model", None, None, None) is None
-    ngram = speculative_from("model", "ngram", None, 7)
-    assert ngram is not None
-    assert (ngram.method, ngram.model, ngram.num_speculative_tokens) == ("ngram", None, 7)
-    folder = speculative_from("model", "some/folder", None, None)
-    assert folder is not None
-    assert (folder.method, folder.model) == (None, "some/folder")
-    given = speculative_from("model", None, '{"method": "ngram", "prompt_lookup_min": 1}', None)
-    assert given is not None
-    assert given.prompt_lookup_min == 1
-    embedded = speculative_from(None, None, None, None)
-    assert embedded is not None
-    assert str(embedded.model).endswith("drafter")
-    for draft, config, reason in [("a", "{}", "both"), (None, "{", "not valid JSON"), (None, "[]", "JSON object")]:
-        with pytest.raises(ValueError, match=reason):
-            speculative_from("model", draft, config, None)
-
-
 # taking turns
 
 
@@ -111,6 +92,9 @@ class FakeSide:
     def __init__(self, name: str, seconds: list[float], log: list[str]) -> None:
         self.name, self.pass_bytes = name, 8_000_000
         self._seconds, self._log = iter([0.0, *seconds]), log
+
+    def start_run(self) -> None:
+        pass
 
     def answer(self, prompts: Any, max_tokens: int) -> Timing:
         self._log.append(f"{self.name}{max_tokens}")

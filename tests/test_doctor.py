@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from outrider import agreement as agreement_module
 from outrider.agreement import Agreement, Place, check_up, follow, question_ids
 from outrider.cli import app
-from outrider.doctor import Diagnosis, Effort, examine
-from outrider.doctor.diagnosis import FAULT, GOOD, Finding
+from outrider.doctor.diagnosis import FAULT, GOOD, Diagnosis, Finding
+from outrider.doctor.examination import Effort, examine
 from outrider.doctor.readings import compare, differing_rotaries, rope_settings, trials
 from outrider.llm import LLM, total_speculation
 from outrider.pair import DEFAULT_DIRECTORY

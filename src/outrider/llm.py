@@ -45,7 +45,7 @@ class LLM:
         kv_cache_memory: int | None = None,
         enable_prefix_caching: bool = True,
         num_predicted_tokens: int = 16,
-        watchdog: WatchdogConfig | bool = True,
+        watchdog: WatchdogConfig | bool | None = True,
         enforce_eager: bool = False,
         exact: bool = False,
         progress: Progress | None = None,
@@ -72,6 +72,12 @@ class LLM:
         self._ids = itertools.count()
         self._tower: VisionTower | None = None  # loaded with the first image
         self.checkup = self._check_up()
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> LLM:
+        """From a configuration that names everything, as commands have it."""
+        settings = {name: value for name, value in vars(config).items() if name not in ("model", "speculative")}
+        return cls(config.model, config.speculative, **settings, progress=progress)
 
     # the drafter
 

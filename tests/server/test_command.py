@@ -69,7 +69,7 @@ def serve(*arguments: str) -> str:
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--api-key" in serve("--host", "0.0.0.0")
     assert "at least 8" in serve("--api-key", "short")
-    assert "contradicts" in serve("--no-draft", "--draft", "ngram")
+    assert "contradict" in serve("--no-draft", "--draft", "ngram")
     assert "nonsense" in serve("--tool-call-parser", "nonsense")
     monkeypatch.delitem(sys.modules, "outrider.server.app", raising=False)
     monkeypatch.setitem(sys.modules, "fastapi", None)  # as if it were not installed
