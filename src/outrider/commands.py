@@ -75,7 +75,6 @@ class Command(TyperCommand):
             else:
                 group = vars(parameter).get("rich_help_panel") or OTHERS
                 sections.setdefault(group, []).append((name, text))
-        sections[OTHERS] = sections.pop(OTHERS)  # last
         for title, rows in sections.items():
             if rows:
                 with formatter.section(title):

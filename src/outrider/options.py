@@ -27,8 +27,8 @@ _EXACT_HELP = "On a GPU: the bits of a token do not depend on what else is compu
 _CHAT_HELP = "Put prompts through the chat template. By default, if the model has one."
 _PROMPTS_HELP = 'JSONL with "prompt", "turns" or "prompt_token_ids" on each line.'
 
-ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
-DrafterArgument = Annotated[str | None, typer.Argument(metavar="DRAFTER", help=_DRAFT_HELP, show_default=False)]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help="The target; the same as --model.")]
+DrafterArgument = Annotated[str | None, typer.Argument(metavar="DRAFTER", help="The drafter; the same as --draft.")]
 Model = Annotated[str | None, option(MODEL, "--model", "-m", metavar="M", help=_MODEL_HELP)]
 Draft = Annotated[str | None, option(DRAFTER, "--draft", "-d", metavar="D", help=_DRAFT_HELP)]
 NoDraft = Annotated[bool, option(DRAFTER, "--no-draft", help="Decode plainly, without any drafter.")]

@@ -16,7 +16,6 @@ from outrider.engine.checkpoint import is_hub_id, load_tokenizer, open_checkpoin
 from outrider.engine.loader import build_drafter, build_target, building, lives_in_target
 from outrider.models.base import Target
 from outrider.types import Checkpoint
-from outrider.vision import vision_of
 
 CERTAINTY = 2  # that a checkpoint is a method's own: whole models are at most 1
 
@@ -70,9 +69,11 @@ def check_images(model: str | Path) -> None:
     """That a target reads images."""
     checkpoint = open_checkpoint(model)
     try:
-        vision_of(_outline(checkpoint))
+        reads_images = _outline(checkpoint).vision is not None
     finally:
         checkpoint.close()
+    if not reads_images:
+        raise ValueError(f"{model} reads text only: leave out the image, or choose a model with a vision tower")
 
 
 def refuse_drafter(model: str | Path, config: Mapping[str, Any]) -> None:

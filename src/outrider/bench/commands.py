@@ -217,9 +217,9 @@ def bench_round(
     num_tokens: NumTokens = 128,
     as_json: AsJson = False,
 ) -> None:
-    """What a round costs, with random weights and a made-up acceptance.
+    """What a round costs, with random weights.
 
-    Plain first, then with each drafter. Says nothing about text.
+    Plain first, then with each drafter, whose acceptance is made up. Says nothing about text.
 
     \b
     Examples:

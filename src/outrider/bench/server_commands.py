@@ -47,7 +47,7 @@ Goodput = Annotated[
     typer.Option("--goodput", metavar="GOAL", help="Goals in ms that a good request meets: ttft:200 tpot:50 e2el:900."),
 ]
 MoreGoals = Annotated[
-    list[str] | None, typer.Argument(hidden=True, metavar="")
+    list[str] | None, typer.Argument(hidden=True, metavar="GOAL")
 ]  # --goodput ttft:200 tpot:50, as in vLLM
 Timeout = Annotated[
     float, typer.Option("--timeout", metavar="X", help="Seconds without a sign of the server.", min=0.1)
