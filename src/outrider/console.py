@@ -133,11 +133,16 @@ def checkpoint_name(path: str) -> str:
 
 def show_error(console: Console, error: Exception) -> None:
     message = " ".join(str(error).split()).translate(SHOWN_CONTROLS) or type(error).__name__
-    console.print(Text(f"error: {message}", "red"), soft_wrap=True)
+    _print_line(console, Text(f"error: {message}", "red"))
 
 
 def show_note(console: Console, note: str) -> None:
-    console.print(Text(note, "dim"), soft_wrap=True)
+    _print_line(console, Text(note, "dim"))
+
+
+def _print_line(console: Console, line: Text) -> None:
+    """On a terminal, lines break between words; for programs, what is said is one line."""
+    console.print(line, soft_wrap=not console.is_terminal)
 
 
 def show_card(console: Console, run: Run, method: str | None) -> None:

@@ -92,8 +92,8 @@ class LLM:
             drafter = settings.model or settings.method
             raise ValueError(
                 f"the drafter {drafter} does not agree with the target {self.config.model} ({checkup.note}), so it "
-                f'would only take time: "outrider doctor {self.config.model} {drafter}" says why; "force": true in '
-                "speculative_config uses it all the same"
+                f'would only take time: "outrider doctor {self.config.model} {drafter}" says why; --force, or '
+                '"force": true in speculative_config, uses it all the same'
             )
         return checkup
 

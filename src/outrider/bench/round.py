@@ -15,8 +15,8 @@ from rich.table import Table
 
 from outrider import __version__
 from outrider.bench.interleave import memory_bandwidth
-from outrider.bench.random_pair import random_engine, shape_of
-from outrider.bench.random_peers import NUM_RUNS, PeerCost, measure_peers
+from outrider.bench.random_pair import check_method, random_engine, shape_of
+from outrider.bench.random_peers import NUM_RUNS, PeerCost, check_peers, measure_peers
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.request import Request
@@ -55,7 +55,10 @@ class Cost:
 
 
 def measure_all(plan: Plan, methods: Sequence[str], against: Sequence[str], num_tokens: int) -> dict[str, Any]:
-    """Plain, then with each drafter, then other engines, as a report."""
+    """Plain, then with each drafter, then other engines, as a report. What is unknown is refused before."""
+    for name in methods:
+        check_method(name)
+    check_peers(against)
     # room for every round that is measured, at the most that one can bring
     rounds = plan.num_rounds * NUM_CHUNKS + WARM_UP + 4
     rows = max((1 + plan.num_speculative_tokens) * rounds, num_tokens)
