@@ -36,13 +36,15 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    """Called by Python for a name that the module does not have yet."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
-    value: object = vars(import_module(f"outrider.{_MODULES[name]}"))[name]
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker that saw it would believe in any name
+
+    def __getattr__(name: str) -> object:
+        """Called by Python for a name that the module does not have yet."""
+        if name not in _MODULES:
+            raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+        value: object = vars(import_module(f"outrider.{_MODULES[name]}"))[name]
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
