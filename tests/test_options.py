@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 import tiny
 import typer.main
+from samples import METHODS, drafter_settings, sample_target, suits
 from typer.testing import CliRunner
 
 import outrider.pair
 from outrider.bench.prompts import PromptText, Vocabulary
 from outrider.cli import app
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import drafters
+from outrider.engine.checkpoint import open_checkpoint
+from outrider.engine.loader import build_target
 from outrider.llm import LLM
 from outrider.options import EngineOptions
 from outrider.pair import DEFAULT_DIRECTORY
-from outrider.preflight import check_chat, check_images
+from outrider.preflight import WithoutMemory, check_chat, check_drafter, check_images
 
 RUNNERS = {"generate": "hi", "chat": "", "serve": "", "certify": "", "doctor": "", "bench latency": ""}
 SHARED = {
@@ -201,6 +204,26 @@ def test_a_drafter_given_as_the_model_is_recognised(names: str, head: str) -> No
     said = refusal(*arguments, "--model", head)
     assert f"{head} is a drafter (eagle3), not a target" in said
     assert f"--model TARGET --draft {head}" in said
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("method", METHODS)
+def test_every_drafter_that_fits_is_let_through(method: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """Built without memory, with the first target that it suits; `outrider.pair` would read weights next."""
+    family = next(family for family in ("llama", "gemma4", "deepseek_v3") if suits(method, family))
+    path = sample_target(method, tmp_path, target_path, family)
+    values = drafter_settings(method, tmp_path, target_path, family)
+    check_drafter(EngineConfig(path, SpeculativeConfig.from_dict(values)))
+
+
+def test_building_without_memory_computes_all_the_same(target_path: Callable[..., Path]) -> None:
+    """Every family of targets, whatever it computes when it is built, and its parameters take no memory."""
+    for family in tiny.FAMILIES:
+        checkpoint = open_checkpoint(target_path(family))
+        with WithoutMemory():
+            target = build_target(checkpoint)
+        checkpoint.close()
+        assert {parameter.device.type for parameter in target.parameters()} == {"meta"}, family
 
 
 def test_no_target_is_taken_for_a_drafter(target_path: Callable[..., Path]) -> None:

@@ -4,11 +4,12 @@ target belongs, a chat without a template, an image for a model that reads text.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from outrider.config import EngineConfig
 from outrider.drafters.base import drafters
@@ -46,7 +47,7 @@ def check_drafter(config: EngineConfig) -> None:
         target = _outline(checkpoint)
         if settings.model is not None:
             other = open_checkpoint(settings.model)
-        with building(torch.device("meta"), torch.float32):
+        with building(torch.device("cpu"), torch.float32), WithoutMemory():
             build_drafter(settings, target, checkpoint if lives_in_target(settings) else other)
     finally:
         checkpoint.close()
@@ -88,5 +89,18 @@ def refuse_drafter(model: str | Path, config: Mapping[str, Any]) -> None:
 
 
 def _outline(checkpoint: Checkpoint) -> Target:
-    with building(torch.device("meta"), torch.float32):
+    with building(torch.device("cpu"), torch.float32), WithoutMemory():
         return build_target(checkpoint)
+
+
+class WithoutMemory(TorchFunctionMode):
+    """Empty tensors, which is what parameters are before weights are read, take no memory inside. What is computed
+    while a model is built, such as rotary frequencies, is: on torch's meta device it would import seconds' worth."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        settings = dict(kwargs or {})
+        if func is torch.empty:
+            settings["device"] = "meta"
+        return func(*args, **settings)
