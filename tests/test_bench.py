@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -14,14 +15,19 @@ import tiny
 import torch
 import transformers
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
-from outrider import LLM
-from outrider.bench import bench_app
+from outrider import LLM, SamplingParams
+from outrider.bench import (
+    peer_llama_cpp,  # noqa: F401  (registers itself)
+    random_pair,
+    random_peers,
+)
+from outrider.bench.commands import bench_app
 from outrider.bench.interleave import Record, Spread, interleave, memory_bandwidth, num_equal, paired_ratio
-from outrider.bench.options import speculative_from
 from outrider.bench.peer_transformers import Compiled, Continuous, Transformers, build_transformers, steady_rate
-from outrider.bench.peers import PeerOptions, open_peers
+from outrider.bench.peers import PeerOptions, open_peers, peers
 from outrider.bench.prompts import (
     WORKLOADS,
     PromptText,
@@ -31,7 +37,9 @@ from outrider.bench.prompts import (
     workload,
 )
 from outrider.bench.sides import OutriderSide, Timing, bytes_read
+from outrider.console import print_json
 from outrider.engine.checkpoint import open_checkpoint
+from outrider.measure import Question, compare, forget_requests, run
 from outrider.sampling_params import Speculation
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8], [11, 12, 13, 14, 15]]
@@ -83,25 +91,6 @@ def test_a_model_without_a_tokenizer_gets_random_ids(target_path: Callable[..., 
         workload("poetry", vocabulary)
 
 
-def test_which_drafter_the_options_name() -> None:
-    assert speculative_from("model", None, None, None) is None
-    ngram = speculative_from("model", "ngram", None, 7)
-    assert ngram is not None
-    assert (ngram.method, ngram.model, ngram.num_speculative_tokens) == ("ngram", None, 7)
-    folder = speculative_from("model", "some/folder", None, None)
-    assert folder is not None
-    assert (folder.method, folder.model) == (None, "some/folder")
-    given = speculative_from("model", None, '{"method": "ngram", "prompt_lookup_min": 1}', None)
-    assert given is not None
-    assert given.prompt_lookup_min == 1
-    embedded = speculative_from(None, None, None, None)
-    assert embedded is not None
-    assert str(embedded.model).endswith("drafter")
-    for draft, config, reason in [("a", "{}", "both"), (None, "{", "not valid JSON"), (None, "[]", "JSON object")]:
-        with pytest.raises(ValueError, match=reason):
-            speculative_from("model", draft, config, None)
-
-
 # taking turns
 
 
@@ -111,6 +100,9 @@ class FakeSide:
     def __init__(self, name: str, seconds: list[float], log: list[str]) -> None:
         self.name, self.pass_bytes = name, 8_000_000
         self._seconds, self._log = iter([0.0, *seconds]), log
+
+    def start_run(self) -> None:
+        pass
 
     def answer(self, prompts: Any, max_tokens: int) -> Timing:
         self._log.append(f"{self.name}{max_tokens}")
@@ -317,3 +309,61 @@ def test_one_prompt_and_a_file_are_one_too_many(target_path: Callable[..., Path]
     assert isinstance(result.exception, ValueError)
     result = call("latency", "--model", target_path(), "--prompts", file, "--against", "nobody")
     assert "unknown peer" in str(result.exception)
+
+
+# drafters that remember
+
+
+def test_no_run_is_drafted_from_the_answers_of_the_run_before(target_path: Callable[..., Path]) -> None:
+    """suffix learns from every request that ends, and every run asks the same."""
+    settings = {"method": "suffix", "num_speculative_tokens": 4}
+    with LLM(target_path(), settings, enable_prefix_caching=False, max_model_len=64) as llm:
+        side = OutriderSide("suffix", llm)
+        (record,) = interleave([side], [[PROMPTS[0]], [PROMPTS[2]]], 24, 3)
+        runs = [[timing.speculation for timing in run] for run in record.runs]
+        assert runs[0] == runs[1] == runs[2]
+        told = side.answer([PROMPTS[0]], 24).speculation
+    first = runs[0][0]
+    assert told is not None
+    assert first is not None
+    assert told.accept_length > first.accept_length + 0.5, "it knows the answer by now"
+
+
+def test_a_comparison_is_not_drafted_from_its_own_answers(target_path: Callable[..., Path]) -> None:
+    settings = {"method": "suffix", "num_speculative_tokens": 4}
+    question = Question(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    with LLM(target_path(), settings, enable_prefix_caching=False) as drafted, LLM(target_path(), None) as plain:
+        first = run(drafted, question)
+        found = compare(drafted, plain, question, first)
+        assert found.drafted.completion.speculation == first.completion.speculation
+        assert run(drafted, question).completion.speculation != first.completion.speculation
+        assert not forget_requests(plain)
+
+
+def test_the_card_says_what_a_drafter_was_made_to_forget(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_token_ids": [5, 6, 7, 5, 6]}\n')
+    options = ("latency", "--model", target_path(), "--prompts", file, "-n", "4", "--num-runs", "1", "--json")
+    notes = json.loads(call(*options, "--draft", "suffix").stdout)["notes"]
+    assert notes == ["suffix forgets all earlier requests before every run: none is drafted from its own answer"]
+    notes = json.loads(call(*options, "--draft", "suffix", "--num-prompts", "3").stdout)["notes"]
+    assert "but 2 of 3 prompts come again" in notes[1]
+    assert json.loads(call(*options, "--draft", "ngram").stdout)["notes"] == []
+
+
+def test_a_terminal_shows_json_only_where_it_was_asked_for() -> None:
+    def shown(*, terminal: bool, asked: bool) -> str:
+        written = io.StringIO()
+        print_json(Console(file=written, force_terminal=terminal), {"a": 1}, asked=asked)
+        return written.getvalue()
+
+    assert shown(terminal=True, asked=False) == ""
+    assert shown(terminal=True, asked=True) == shown(terminal=False, asked=False) == '{"a": 1}\n'
+
+
+def test_help_names_all_peers_shapes_and_methods() -> None:
+    """The help is written without importing what registers them."""
+    said = " ".join(CliRunner().invoke(bench_app, ["latency", "--help"]).stdout.split()).replace("- ", "-")
+    assert all(name in said for name in peers)
+    said = " ".join(CliRunner().invoke(bench_app, ["round", "--help"]).stdout.split()).replace("- ", "-")
+    assert all(name in said for name in (*random_pair.SHAPES, *random_pair.METHODS, *random_peers.PEERS))

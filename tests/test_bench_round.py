@@ -82,7 +82,10 @@ def test_peers_are_compared(shape: str) -> None:
         (["--against", "somebody"], "--against does not know somebody"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], message: str, shape: str) -> None:
+def test_mistakes_are_named_before_anything_is_measured(
+    arguments: list[str], message: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random_pair, "fill", lambda module: pytest.fail("weights are being made"))
     given = arguments if "--shape" in arguments else ["--shape", shape, *arguments]
     result = CliRunner().invoke(
         app, ["bench", "round", "--num-rounds", "1", "--context", "3", "--device", "cpu", *given]

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
 from outrider.bench.prompts import PromptText
-from outrider.certify import Certificate, Effort, certify, certify_command
-from outrider.certify import command as command_module
-from outrider.certify.certificate import Case, Counts, Identity
+from outrider.certify import questions as questions_module
+from outrider.certify.certificate import Case, Certificate, Counts, Identity
+from outrider.certify.command import certify_command
 from outrider.certify.comparison import compare, corrupted, differences
 from outrider.certify.distribution import (
     CONTROL_TEMPERATURE,
@@ -33,9 +33,10 @@ from outrider.certify.distribution import (
     DrawTest,
     chi_squared,
 )
-from outrider.certify.proof import COMPOSITIONS, notices_corruption
-from outrider.certify.questions import OPTIONS, ask
+from outrider.certify.proof import COMPOSITIONS, certify, notices_corruption
+from outrider.certify.questions import OPTIONS, Effort, ask
 from outrider.certify.report import show_certificate
+from outrider.commands import add
 from outrider.engine import engine as engine_module
 from outrider.engine import sampler as sampler_module
 from outrider.engine.request import Logprob
@@ -319,9 +320,9 @@ def test_a_wrong_distribution_is_rejected() -> None:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    monkeypatch.setattr(command_module, "QUICK", replace(SMALL, num_prompts=1))
+    monkeypatch.setattr(questions_module, "QUICK", replace(SMALL, num_prompts=1))
     app = typer.Typer()
-    app.command()(certify_command)
+    add(app, "certify", certify_command)
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 

@@ -332,6 +332,17 @@ def test_two_interrupts_are_an_interrupt(target: str) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_an_interrupt_while_loading_has_its_status_and_nothing_to_say(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "from_config", interrupted)
+    result = invoke("generate", PROMPT, "--model", target)
+    assert (result.exit_code, result.output) == (130, "")
+
+
 def test_first_difference() -> None:
     assert first_difference([1, 2], [1, 2]) is None
     assert first_difference([1, 2], [1, 3]) == 1

@@ -15,6 +15,7 @@ from outrider.console import (
     loading,
     open_consoles,
     show_card,
+    show_error,
 )
 from outrider.measure import Run
 from outrider.outputs import CompletionOutput
@@ -83,6 +84,19 @@ def test_control_characters_do_not_reach_a_terminal() -> None:
     piped = io.StringIO()
     StreamedText(Console(file=piped)).show(completion(text, [len(text)], [0]))
     assert piped.getvalue() == text
+
+
+def test_errors_break_between_words_on_a_terminal_and_are_one_line_elsewhere() -> None:
+    console, written = terminal(color_system=None, width=20)
+    show_error(console, ValueError("neither a method\nnor a checkpoint"))
+    assert [line.rstrip() for line in written.getvalue().splitlines()] == [
+        "error: neither a",
+        "method nor a",
+        "checkpoint",
+    ]
+    piped = io.StringIO()
+    show_error(Console(file=piped, width=20), ValueError("neither a method\nnor a checkpoint"))
+    assert piped.getvalue() == "error: neither a method nor a checkpoint\n"
 
 
 def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:

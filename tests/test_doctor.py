@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from outrider import agreement as agreement_module
 from outrider.agreement import Agreement, Place, check_up, follow, question_ids
 from outrider.cli import app
-from outrider.doctor import Diagnosis, Effort, examine
-from outrider.doctor.diagnosis import FAULT, GOOD, Finding
+from outrider.doctor.diagnosis import FAULT, GOOD, Diagnosis, Finding
+from outrider.doctor.examination import Effort, examine
 from outrider.doctor.readings import compare, differing_rotaries, rope_settings, trials
 from outrider.llm import LLM, total_speculation
 from outrider.pair import DEFAULT_DIRECTORY
@@ -148,6 +148,39 @@ def test_damaged_weights_and_a_poor_vocabulary_are_noticed(tmp_path: Path) -> No
     assert [finding.subject for finding in faults(diagnosis)] == ["weights", "weights", "coverage"]
     assert "fc.weight" in faults(diagnosis)[0].message
     assert "norm.weight" in faults(diagnosis)[1].message
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.02, "healthy"), (0.2, "faulty")])
+def test_a_map_that_names_tokens_twice_is_judged_as_it_is_shown(share: float, verdict: str, tmp_path: Path) -> None:
+    """Some ids may be padding; with many, the map is wrong, however well the others draft."""
+
+    def repeat(tensors: Tensors) -> None:
+        count = int(share * len(tensors["d2t"]))
+        tensors["d2t"][-count:] = -torch.arange(len(tensors["d2t"]) - count, len(tensors["d2t"]))  # all to token 0
+
+    diagnosis = diagnose(plant(tmp_path, repeat))
+    (found,) = [finding for finding in diagnosis.findings if finding.subject == "vocabulary"]
+    assert "tokens that others stand for" in found.message
+    assert not diagnosis.agreement.is_dead
+    assert diagnosis.verdict == verdict
+    assert (found.level == FAULT) == (verdict == "faulty")
+    assert diagnosis.exit_status == (1 if verdict == "faulty" else 0)
+    assert any("d2t" in line for line in diagnosis.advice) == (verdict == "faulty")
+
+
+def test_lengths_and_differences_of_readings_agree(tmp_path: Path) -> None:
+    """A reading that is given up early has drafted at few places: it is compared over these alone."""
+    diagnosis = diagnose(plant(tmp_path))
+    assert len(diagnosis.tried) > 2
+    assert any(len(tried.agreement.places) < len(diagnosis.agreement.places) for tried in diagnosis.tried)
+    for tried in diagnosis.tried:
+        entry = tried.to_dict()
+        shared = {(place.text, place.context_len) for place in tried.agreement.places}
+        known = [each for each in diagnosis.agreement.places if (each.text, each.context_len) in shared]
+        assert len(known) == len(tried.agreement.places)
+        assert entry["accept_length"] == pytest.approx(tried.agreement.mean_accept_length, abs=1e-3)
+        assert entry["accept_length_as_read"] == pytest.approx(1 + sum(p.agreed for p in known) / len(known), abs=1e-3)
+        assert entry["gain"] == pytest.approx(entry["accept_length"] - entry["accept_length_as_read"], abs=1e-3)
 
 
 def test_another_tokenizer_and_fewer_positions_are_noticed(tmp_path: Path) -> None:

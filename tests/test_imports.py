@@ -9,6 +9,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "outrider"
 # from the ground up; a module may import its own layer and those below
 LAYERS = [
+    {"startup", "commands"},
     {"types", "config", "registry", "sampling_params", "template", "tokenizer"},
     {"kernels"},
     {"layers"},
@@ -16,8 +17,9 @@ LAYERS = [
     {"drafters"},
     {"engine"},
     {"outputs", "vision", "agreement"},
+    {"preflight"},
     {"pair"},
-    {"llm", "matrix"},
+    {"llm", "matrix", "options"},
     {"console", "conversation", "measure"},
     {"certify", "bench", "doctor", "server"},
     {"cli"},

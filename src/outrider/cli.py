@@ -1,5 +1,6 @@
 """The outrider command: generate, chat, serve, certify, doctor, bench, matrix, version.
-A ValueError is the user's to mend and becomes one line on standard error with exit status 2; --debug shows it all."""
+A ValueError is the user's to mend and becomes one line on standard error with exit status 2; --debug shows it all.
+Whatever needs torch is imported when a command runs: help and version answer at once."""
 
 from __future__ import annotations
 
@@ -7,16 +8,17 @@ import io
 import json
 import secrets
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from outrider import __version__
-from outrider.bench.options import speculative_from
-from outrider.config import SpeculativeConfig
+from outrider.bench.commands import bench_app
+from outrider.certify.command import certify_command
+from outrider.commands import Group, add, option
 from outrider.console import (
     Consoles,
     StreamedText,
@@ -28,12 +30,16 @@ from outrider.console import (
     show_matrix,
     show_note,
 )
-from outrider.conversation import Conversation, converse
-from outrider.llm import LLM, Prompt
-from outrider.matrix import as_json as matrix_json
-from outrider.matrix import support_matrix
-from outrider.measure import NUM_TIMED_RUNS, Comparison, Question, Run, compare, method_of, run
+from outrider.doctor.command import doctor_command
+from outrider.options import OUTPUT, SAMPLING, AsJson, ChatTemplate, EngineOptions, ModelArgument
 from outrider.sampling_params import SamplingParams
+from outrider.server.command import serve_command
+from outrider.startup import importing
+
+if TYPE_CHECKING:
+    from outrider.config import EngineConfig
+    from outrider.llm import LLM, Prompt
+    from outrider.measure import Comparison, Question, Run
 
 EXIT_DIFFERENT, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 ABOUT = """LLM inference with a drafter that rides ahead. What comes out is what the target alone would have said.
@@ -46,14 +52,16 @@ Examples:
 """
 
 
-class Commands(TyperGroup):
-    """All sub-commands, whoever wrote them, report errors in the same way."""
+class Commands(Group):
+    """All sub-commands report errors in the same way."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # the reader of a pipe has seen enough
             raise
+        except KeyboardInterrupt as interrupt:
+            raise typer.Exit(EXIT_INTERRUPTED) from interrupt
         except (ValueError, OSError) as error:
             if ctx.meta.get("debug"):
                 raise
@@ -66,7 +74,7 @@ app = typer.Typer(
     help=ABOUT,
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -82,93 +90,105 @@ def _remember(ctx: typer.Context, parameter: typer.CallbackParam, value: bool) -
     return value
 
 
-def _option(panel: str, *names: str, **settings: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=panel, **settings)
-
-
-_MODEL, _SAMPLING, _OUTPUT = "Model", "Sampling", "Output"
-_MODEL_HELP = "Target: a directory, a .gguf file or a hub id. Without it, the embedded model."
-_DRAFT_HELP = "Drafter: a directory or a hub id, or the word ngram."
-_NO_DRAFT_HELP = "Decode plainly, without the embedded drafter."
-_CONFIG_HELP = "The drafter with its settings, in vLLM's names."
 _SEED_HELP = "The same seed gives the same tokens, drafted or not."
-Model = Annotated[str | None, _option(_MODEL, "--model", "-m", metavar="M", help=_MODEL_HELP)]
-Draft = Annotated[str | None, _option(_MODEL, "--draft", "-d", metavar="D", help=_DRAFT_HELP)]
-NoDraft = Annotated[bool, _option(_MODEL, "--no-draft", help=_NO_DRAFT_HELP)]
-SpeculativeJson = Annotated[str | None, _option(_MODEL, "--speculative-config", metavar="JSON", help=_CONFIG_HELP)]
-NumSpeculativeTokens = Annotated[
-    int | None, _option(_MODEL, "--num-speculative-tokens", "-k", metavar="K", help="Tokens to draft in a round.")
-]
-Dtype = Annotated[str, _option(_MODEL, "--dtype", metavar="NAME", help="float32, bfloat16, float16 or auto.")]
-Device = Annotated[str, _option(_MODEL, "--device", metavar="NAME", help="cpu, cuda, cuda:N or auto.")]
-MaxModelLen = Annotated[
-    int | None, _option(_MODEL, "--max-model-len", metavar="N", help="Longest context, prompt and answer together.")
-]
-MaxTokens = Annotated[int, _option(_SAMPLING, "--max-tokens", "-n", metavar="N", help="Longest answer.")]
-Temperature = Annotated[float, _option(_SAMPLING, "--temperature", "-t", metavar="T", help="0 is greedy.")]
-Seed = Annotated[int | None, _option(_SAMPLING, "--seed", metavar="S", help=_SEED_HELP)]
-TopP = Annotated[float, _option(_SAMPLING, "--top-p", metavar="P", help="From the likeliest tokens of this mass.")]
-TopK = Annotated[int, _option(_SAMPLING, "--top-k", metavar="K", help="From this many tokens; 0: from all.")]
-NoColor = Annotated[bool, _option(_OUTPUT, "--no-color", help="Plain text, as with NO_COLOR set.", callback=_remember)]
-Debug = Annotated[bool, _option(_OUTPUT, "--debug", help="Show the traceback of an error.", callback=_remember)]
-# of generate alone
-_CHAT_HELP = "Put the prompt through the chat template; by default, if there is one."
 _COMPARE_HELP = "Decode plainly too: same tokens, how much faster? Status 1 if not the same."
+MaxTokens = Annotated[int, option(SAMPLING, "--max-tokens", "-n", metavar="N", help="Longest answer.")]
+Temperature = Annotated[float, option(SAMPLING, "--temperature", "-t", metavar="T", help="0 is greedy.")]
+Seed = Annotated[int | None, option(SAMPLING, "--seed", metavar="S", help=_SEED_HELP)]
+TopP = Annotated[float, option(SAMPLING, "--top-p", metavar="P", help="From the likeliest tokens of this mass.")]
+TopK = Annotated[int, option(SAMPLING, "--top-k", metavar="K", help="From this many tokens; 0: from all.")]
+NoColor = Annotated[bool, option(OUTPUT, "--no-color", help="Plain text, as with NO_COLOR set.", callback=_remember)]
+Debug = Annotated[bool, option(OUTPUT, "--debug", help="Show the traceback of an error.", callback=_remember)]
 PromptArgument = Annotated[
     str | None, typer.Argument(help="The prompt; - reads it from standard input.", metavar="PROMPT")
 ]
 PromptFile = Annotated[
-    Path | None, typer.Option("--prompt-file", "-f", help="A file that holds the prompt.", exists=True, dir_okay=False)
+    Path | None,
+    typer.Option("--prompt-file", "-f", metavar="FILE", help="A file with the prompt.", exists=True, dir_okay=False),
 ]
 ImageFiles = Annotated[
     list[Path] | None,
-    typer.Option("--image", "-i", help="An image to ask about; again for more.", exists=True, dir_okay=False),
+    typer.Option("--image", "-i", metavar="FILE", help="An image; again for more.", exists=True, dir_okay=False),
 ]
-ChatTemplate = Annotated[bool | None, typer.Option("--chat/--no-chat", help=_CHAT_HELP)]
-ComparePlain = Annotated[bool, _option(_OUTPUT, "--compare", help=_COMPARE_HELP)]
-AsJson = Annotated[bool, _option(_OUTPUT, "--json", help="Print one JSON object and nothing else.")]
-# of chat alone
+ComparePlain = Annotated[bool, option(OUTPUT, "--compare", help=_COMPARE_HELP)]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="What the model is told first.")]
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """What to load."""
+class SamplingOptions:
+    """How the next token is chosen."""
 
-    model: str | None
-    speculative: SpeculativeConfig | None
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
+    temperature: Temperature = 0.0
+    seed: Seed = None
+    top_p: TopP = 1.0
+    top_k: TopK = 0
 
-    def load(self, consoles: Consoles, *, prefix_caching: bool = True) -> LLM:
-        """For one request at a time: the cache need not be larger than that."""
-        with loading(consoles.about) as progress:
-            return LLM(
-                self.model,
-                self.speculative,
-                dtype=self.dtype,
-                device=self.device,
-                max_model_len=self.max_model_len,
-                max_num_seqs=1,
-                enable_prefix_caching=prefix_caching,
-                progress=progress,
-            )
+    def params(self, max_tokens: int) -> SamplingParams:
+        return SamplingParams(max_tokens=max_tokens, **vars(self))
 
 
-def resolve_speculation(
-    model: str | None, draft: str | None, no_draft: bool, speculative_config: str | None, num_tokens: int | None
-) -> SpeculativeConfig | None:
-    """Which drafter the options ask for; with the embedded target, its own unless told otherwise."""
-    options = {"--draft": draft, "--speculative-config": speculative_config, "--no-draft": no_draft or None}
-    given = [name for name, value in options.items() if value is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} contradict each other: give one of them")
-    if no_draft:
-        return None
-    if num_tokens is not None and model is not None and not given:
-        raise ValueError("--num-speculative-tokens needs a drafter: add --draft, or leave it out")
-    return speculative_from(model, draft, speculative_config, num_tokens)
+# generate
+
+
+def generate(
+    options: EngineOptions,
+    sampling: SamplingOptions,
+    prompt: PromptArgument = None,
+    prompt_file: PromptFile = None,
+    image: ImageFiles = None,
+    chat_template: ChatTemplate = None,
+    max_tokens: MaxTokens = 128,
+    compare_plain: ComparePlain = False,
+    as_json: AsJson = False,
+    no_color: NoColor = False,
+    debug: Debug = False,
+) -> None:
+    """Continue a prompt, or answer it.
+
+    Tokens that the drafter guessed are coloured by their place in the draft.
+
+    \b
+    Examples:
+      outrider generate "Why is the sky blue?"
+      outrider generate "Why is the sky blue?" --compare
+      outrider generate - --model org/name --draft org/name-eagle3 < prompt.txt
+      outrider generate "a b c a b" -m DIRECTORY -d ngram --no-chat
+      outrider generate "Hello" --temperature 0.8 --seed 7 --json
+      outrider generate "What is this?" --image photo.jpg --model org/name-vl
+    """
+    consoles = open_consoles(no_color=no_color)
+    params = sampling.params(max_tokens)
+    if params.seed is None:
+        params = replace(params, seed=secrets.randbits(32))  # one for both sides of a comparison
+    text = read_prompt(prompt, prompt_file)
+    with importing():
+        from outrider.measure import Question, method_of
+        from outrider.preflight import check_chat, check_images
+    # A comparison computes every prompt afresh: found in the cache, it would flatter the drafter.
+    config = options.config(max_num_seqs=1, enable_prefix_caching=not compare_plain)
+    if compare_plain and config.speculative is None:
+        raise ValueError("--compare needs a drafter to compare plain decoding with: add --draft")
+    if chat_template:
+        check_chat(config.model)
+    if image:
+        check_images(config.model)
+    with load(config, consoles) as llm:
+        question = Question(_wrap_prompt(llm, text, image or [], chat_template), params)
+        first = _run_and_show(llm, question, None if as_json else consoles)
+        comparison = None
+        if compare_plain and not first.interrupted:
+            comparison = _compare_with_plain(config, consoles, llm, question, first)
+        result = comparison.drafted if comparison is not None else first
+        if as_json:
+            typer.echo(json.dumps(_report(result, comparison, llm, options.model)))
+        else:
+            show_card(consoles.about, result, method_of(llm))
+            if comparison is not None:
+                show_comparison(consoles.about, comparison)
+    if result.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if comparison is not None and comparison.difference is not None:
+        raise typer.Exit(EXIT_DIFFERENT)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -181,72 +201,12 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     return sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
 
 
-@app.command()
-def generate(
-    prompt: PromptArgument = None,
-    prompt_file: PromptFile = None,
-    image: ImageFiles = None,
-    chat_template: ChatTemplate = None,
-    model: Model = None,
-    draft: Draft = None,
-    no_draft: NoDraft = False,
-    speculative_config: SpeculativeJson = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    max_model_len: MaxModelLen = None,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    compare_plain: ComparePlain = False,
-    as_json: AsJson = False,
-    no_color: NoColor = False,
-    debug: Debug = False,
-) -> None:
-    """Continue a prompt, or answer it. Tokens that the drafter guessed are coloured by their place in the draft.
+def load(config: EngineConfig, consoles: Consoles) -> LLM:
+    """With a bar while weights are read."""
+    from outrider.llm import LLM
 
-    \b
-    Examples:
-      outrider generate "Why is the sky blue?"
-      outrider generate "Why is the sky blue?" --compare
-      outrider generate - --model org/name --draft org/name-eagle3 < prompt.txt
-      outrider generate "a b c a b" -m DIRECTORY -d ngram --no-chat
-      outrider generate "Hello" --temperature 0.8 --seed 7 --json
-      outrider generate "What is this?" --image photo.jpg --model org/name-vl
-    """
-    consoles = open_consoles(no_color=no_color)
-    speculative = resolve_speculation(model, draft, no_draft, speculative_config, num_speculative_tokens)
-    if compare_plain and speculative is None:
-        raise ValueError("--compare needs a drafter to compare plain decoding with: add --draft")
-    options = ModelOptions(model, speculative, dtype, device, max_model_len)
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed if seed is not None else secrets.randbits(32),
-        top_p=top_p,
-        top_k=top_k,
-    )
-    text = read_prompt(prompt, prompt_file)
-    # A comparison computes every prompt afresh: found in the cache, it would flatter the drafter.
-    with options.load(consoles, prefix_caching=not compare_plain) as llm:
-        question = Question(_wrap_prompt(llm, text, image or [], chat_template), params)
-        first = _run_and_show(llm, question, None if as_json else consoles)
-        comparison = None
-        if compare_plain and not first.interrupted:
-            comparison = _compare_with_plain(options, consoles, llm, question, first)
-        result = comparison.drafted if comparison is not None else first
-        if as_json:
-            typer.echo(json.dumps(_report(result, comparison, llm, model)))
-        else:
-            show_card(consoles.about, result, method_of(llm))
-            if comparison is not None:
-                show_comparison(consoles.about, comparison)
-    if result.interrupted:
-        raise typer.Exit(EXIT_INTERRUPTED)
-    if comparison is not None and comparison.difference is not None:
-        raise typer.Exit(EXIT_DIFFERENT)
+    with loading(consoles.about) as progress:
+        return LLM.from_config(config, progress)
 
 
 def _wrap_prompt(llm: LLM, text: str, images: list[Path], chat_template: bool | None) -> Prompt:
@@ -262,6 +222,8 @@ def _wrap_prompt(llm: LLM, text: str, images: list[Path], chat_template: bool | 
 
 
 def _run_and_show(llm: LLM, question: Question, consoles: Consoles | None) -> Run:
+    from outrider.measure import run
+
     if consoles is None:
         return run(llm, question)
     shown = StreamedText(consoles.out)
@@ -271,17 +233,20 @@ def _run_and_show(llm: LLM, question: Question, consoles: Consoles | None) -> Ru
 
 
 def _compare_with_plain(
-    options: ModelOptions, consoles: Consoles, drafted: LLM, question: Question, first: Run
+    config: EngineConfig, consoles: Consoles, drafted: LLM, question: Question, first: Run
 ) -> Comparison:
     """Against an engine without a drafter: one that only skips drafting would still do part of the drafter's work."""
-    alone = replace(options, speculative=None, max_model_len=drafted.max_model_len)
-    with alone.load(consoles, prefix_caching=False) as plain:
+    from outrider.measure import NUM_TIMED_RUNS, compare
+
+    with load(replace(config, speculative=None, max_model_len=drafted.max_model_len), consoles) as plain:
         if consoles.about.is_terminal:  # no spinner: its thread would take time from what is being timed
             show_note(consoles.about, f"timing both, {NUM_TIMED_RUNS} runs each")
         return compare(drafted, plain, question, first)
 
 
 def _report(result: Run, comparison: Comparison | None, llm: LLM, model: str | None) -> dict[str, Any]:
+    from outrider.measure import method_of
+
     speculation = result.completion.speculation
     report = result.report() | {
         "rounds": speculation.rounds,
@@ -301,22 +266,15 @@ def _report(result: Run, comparison: Comparison | None, llm: LLM, model: str | N
     return report
 
 
-@app.command()
+# chat
+
+
 def chat(
+    options: EngineOptions,
+    sampling: SamplingOptions,
+    target: ModelArgument = None,
     system: System = None,
-    model: Model = None,
-    draft: Draft = None,
-    no_draft: NoDraft = False,
-    speculative_config: SpeculativeJson = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    max_model_len: MaxModelLen = None,
     max_tokens: MaxTokens = 512,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
     no_color: NoColor = False,
     debug: Debug = False,
 ) -> None:
@@ -333,19 +291,25 @@ def chat(
     Examples:
       outrider chat
       outrider chat --system "You answer in one sentence."
-      outrider chat --model org/name --draft org/name-eagle3 --temperature 0.7
+      outrider chat org/name --draft org/name-eagle3 --temperature 0.7
       printf 'Hello\\nAnd now?\\n' | outrider chat
     """
     consoles = open_consoles(no_color=no_color)
-    speculative = resolve_speculation(model, draft, no_draft, speculative_config, num_speculative_tokens)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, top_p=top_p, top_k=top_k)
-    with ModelOptions(model, speculative, dtype, device, max_model_len).load(consoles) as llm:
+    params = sampling.params(max_tokens)
+    with importing():
+        from outrider.conversation import Conversation, converse
+        from outrider.preflight import check_chat
+    config = options.named(target).config(max_num_seqs=1)
+    check_chat(config.model)
+    with load(config, consoles) as llm:
         converse(Conversation(llm, params, consoles, system))
 
 
-@app.command()
+# what there is
+
+
 def matrix(as_json: AsJson = False, no_color: NoColor = False) -> None:
-    """Which targets work with which drafters.
+    """Show which targets work with which drafters.
 
     A target goes by the architecture in its config.json, a drafter by its method in --speculative-config.
 
@@ -354,6 +318,9 @@ def matrix(as_json: AsJson = False, no_color: NoColor = False) -> None:
       outrider matrix
       outrider matrix --json | jq '.matrix.Gemma3ForCausalLM'
     """
+    with importing():
+        from outrider.matrix import as_json as matrix_json
+        from outrider.matrix import support_matrix
     cells = support_matrix()
     if as_json:
         typer.echo(json.dumps(matrix_json(cells)))
@@ -361,7 +328,6 @@ def matrix(as_json: AsJson = False, no_color: NoColor = False) -> None:
         show_matrix(open_consoles(no_color=no_color).out, cells)
 
 
-@app.command()
 def version() -> None:
     """Print the version.
 
@@ -383,25 +349,28 @@ def _outrider(
     show_version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
-    debug: Debug = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_remember)] = False,
 ) -> None:
     pass
 
 
+COMMANDS: dict[str, Callable[..., None]] = {
+    "generate": generate,
+    "chat": chat,
+    "serve": serve_command,
+    "certify": certify_command,
+    "doctor": doctor_command,
+    "matrix": matrix,
+    "version": version,
+}
+for _name, _command in COMMANDS.items():
+    add(app, _name, _command)
+app.add_typer(bench_app, name="bench")
+
+
 def main() -> None:
-    """The entry point. Where the terminal cannot write a character, it shows a substitute instead of failing."""
+    """Runs the command. Where the terminal cannot write a character, it shows a substitute instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     app(prog_name="outrider")
-
-
-from outrider.bench.commands import bench_app  # noqa: E402  (these come after the app that they join)
-from outrider.certify import certify_command  # noqa: E402
-from outrider.doctor import doctor_command  # noqa: E402
-from outrider.server import serve_command  # noqa: E402
-
-app.command("certify")(certify_command)
-app.command("doctor")(doctor_command)
-app.command("serve")(serve_command)
-app.add_typer(bench_app, name="bench")

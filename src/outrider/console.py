@@ -3,24 +3,28 @@ The answer itself goes to standard output; everything about it goes to standard 
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import COLOR_SYSTEMS, Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from outrider.engine.loader import Progress as OnProgress
-from outrider.matrix import Cell
-from outrider.measure import Comparison, Run
-from outrider.outputs import CompletionOutput
 from outrider.sampling_params import Speculation
 
+if TYPE_CHECKING:  # they import torch, which help and version do without
+    from outrider.matrix import Cell
+    from outrider.measure import Comparison, Run
+    from outrider.outputs import CompletionOutput
+
+OnProgress = Callable[[str, int, int], None]  # what, done, total
 # Of a token that was the first, second, ... of its draft. The target's own tokens keep the terminal's colour.
 DRAFT_COLOURS = ("green", "cyan", "blue", "magenta", "yellow", "red")
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -100,6 +104,25 @@ def loading(console: Console) -> Iterator[OnProgress | None]:
         yield on_progress
 
 
+@contextmanager
+def progress_bar(console: Console) -> Iterator[OnProgress | None]:
+    """One bar for work of several stages; None, and nothing shown, where nobody watches."""
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("loading", total=None)
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
+
+
+def print_json(console: Console, report: Mapping[str, Any], *, asked: bool) -> None:
+    """One line for programs, the last of the output. Someone at a terminal sees it only where it was asked for."""
+    if asked or not console.is_terminal:
+        console.file.write(json.dumps(report) + "\n")
+        console.file.flush()
+
+
 def checkpoint_name(path: str) -> str:
     """The part of a path that people know a checkpoint by; for one in the hub's cache, its hub id."""
     place = Path(path)
@@ -110,11 +133,16 @@ def checkpoint_name(path: str) -> str:
 
 def show_error(console: Console, error: Exception) -> None:
     message = " ".join(str(error).split()).translate(SHOWN_CONTROLS) or type(error).__name__
-    console.print(Text(f"error: {message}", "red"), soft_wrap=True)
+    _print_line(console, Text(f"error: {message}", "red"))
 
 
 def show_note(console: Console, note: str) -> None:
-    console.print(Text(note, "dim"), soft_wrap=True)
+    _print_line(console, Text(note, "dim"))
+
+
+def _print_line(console: Console, line: Text) -> None:
+    """On a terminal, lines break between words; for programs, what is said is one line."""
+    console.print(line, soft_wrap=not console.is_terminal)
 
 
 def show_card(console: Console, run: Run, method: str | None) -> None:
@@ -159,12 +187,18 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def show_matrix(console: Console, cells: Sequence[Cell]) -> None:
-    """A row for every target, a column for every drafter."""
+    """The drafters that work with every target in one line, then a row for every target with the others."""
     methods = sorted({cell.drafter for cell in cells})
-    table = Table("target", *methods, box=None, header_style="dim")
+    particular = [name for name in methods if not all(cell.supported for cell in cells if cell.drafter == name)]
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
+    for name in ("target", *particular):
+        table.add_column(name, overflow="fold")
     for target in sorted({cell.target for cell in cells}):
         supported = {cell.drafter: cell.supported for cell in cells if cell.target == target}
-        table.add_row(target, *("yes" if supported[method] else "-" for method in methods))
+        table.add_row(target, *("yes" if supported[method] else "-" for method in particular))
+    universal = ", ".join(name for name in methods if name not in particular)
+    console.print(Text(f"with every target: {universal}"))
+    console.print(Text("with some, and the targets themselves:"))
     console.print(table)
 
 

@@ -45,7 +45,7 @@ class LLM:
         kv_cache_memory: int | None = None,
         enable_prefix_caching: bool = True,
         num_predicted_tokens: int = 16,
-        watchdog: WatchdogConfig | bool = True,
+        watchdog: WatchdogConfig | bool | None = True,
         enforce_eager: bool = False,
         exact: bool = False,
         progress: Progress | None = None,
@@ -73,6 +73,12 @@ class LLM:
         self._tower: VisionTower | None = None  # loaded with the first image
         self.checkup = self._check_up()
 
+    @classmethod
+    def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> LLM:
+        """From a configuration that names everything, as commands have it."""
+        settings = {name: value for name, value in vars(config).items() if name not in ("model", "speculative")}
+        return cls(config.model, config.speculative, **settings, progress=progress)
+
     # the drafter
 
     def _check_up(self) -> Checkup | None:
@@ -86,8 +92,8 @@ class LLM:
             drafter = settings.model or settings.method
             raise ValueError(
                 f"the drafter {drafter} does not agree with the target {self.config.model} ({checkup.note}), so it "
-                f'would only take time: "outrider doctor {self.config.model} {drafter}" says why; "force": true in '
-                "speculative_config uses it all the same"
+                f'would only take time: "outrider doctor {self.config.model} {drafter}" says why; --force, or '
+                '"force": true in speculative_config, uses it all the same'
             )
         return checkup
 

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, cast
 
 from outrider.drafters.base import drafters
+from outrider.drafters.suffix import Suffix
 from outrider.llm import LLM, Prompt
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.sampling_params import SamplingParams
@@ -124,11 +125,13 @@ class Comparison:
 
 
 def compare(drafted: LLM, plain: LLM, question: Question, first: Run) -> Comparison:
-    """Timed runs in turn, so that both sides meet the same weather; `first` warmed the drafted side up."""
+    """Timed runs in turn, so that both sides meet the same weather; `first` warmed the drafted side up. What a drafter
+    has learnt from the question's earlier answers is forgotten before each."""
     warm_up = run_to_end(plain, question)
     timed: tuple[list[Run], list[Run]] = ([], [])
     for _ in range(NUM_TIMED_RUNS):
         for runs, llm in zip(timed, (drafted, plain), strict=True):
+            forget_requests(llm)
             runs.append(run_to_end(llm, question))
     expected = first.completion.token_ids
     places = [first_difference(expected, other.completion.token_ids) for other in (warm_up, *timed[0], *timed[1])]
@@ -149,6 +152,15 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
 
 def median_run(runs: list[Run]) -> Run:
     return sorted(runs, key=lambda each: each.seconds)[len(runs) // 2]
+
+
+def forget_requests(llm: LLM) -> bool:
+    """Empties the drafter's memory of earlier requests; whether it has one. Before a question is asked again for
+    timing, it must: a drafter that learnt the answer would be measured on what it has just been told."""
+    parts = [part for part in (llm.drafter.modules() if llm.drafter is not None else ()) if isinstance(part, Suffix)]
+    for part in parts:
+        part.forget()
+    return bool(parts)
 
 
 def method_of(llm: LLM) -> str | None:

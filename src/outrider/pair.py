@@ -20,6 +20,7 @@ from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
 from outrider.layers.exact import make_exact
 from outrider.layers.packing import pack_weights
 from outrider.models.base import Target
+from outrider.preflight import refuse_drafter
 from outrider.tokenizer import Tokenizer
 from outrider.types import Checkpoint
 
@@ -40,12 +41,18 @@ def named_pair(model: str | Path | None, given: Speculative) -> tuple[str | Path
         speculators = checkpoint.config.get("speculators_config")
         if speculators is not None:
             return _named_by_drafter(model, speculators, given)
+        refuse_drafter(model, checkpoint.config)
     return model, _speculative(given, None)
 
 
 def target_of(model: str | Path | None) -> str | Path:
     """Where the target is that a user's choice of a model means."""
     return named_pair(model, None)[0]
+
+
+def shown_name(model: str | Path) -> str:
+    """What reports call a target."""
+    return "embedded default" if Path(model) == DEFAULT_DIRECTORY / "target" else str(model)
 
 
 def _named_by_drafter(

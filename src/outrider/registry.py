@@ -1,5 +1,6 @@
 """Registries: a name to the class that answers to it. Modules register themselves when imported."""
 
+import difflib
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -39,7 +40,9 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         entry = self._find(name)
         if entry is None:
-            raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(sorted(self._entries))}")
+            close = difflib.get_close_matches(name, list(self._entries), n=1)
+            meant = f"did you mean {close[0]!r}? " if close else ""
+            raise ValueError(f"unknown {self.kind} {name!r}; {meant}known: {', '.join(sorted(self._entries))}")
         return entry
 
     def name_of(self, entry: T) -> str | None:

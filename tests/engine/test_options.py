@@ -38,9 +38,8 @@ a_request = st.fixed_dictionaries(
 def request_of(number: int, options: dict[str, Any], **extra: Any) -> Request:
     params = SamplingParams(max_tokens=20, stop_token_ids=[number + 3], **options)
     words = [list(word) for word in options.get("bad_words", ())]
-    return Request(
-        f"r{number}", [1] * 3, params, seed=number, **{"end_ids": frozenset({2}), "bad_words": words, **extra}
-    )
+    given = {"end_ids": frozenset({2}), "bad_words": words, **extra}
+    return Request(f"r{number}", [1] * 3, params, seed=number, **given)
 
 
 def chosen(sampling: Sampling, slots: list[int], tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

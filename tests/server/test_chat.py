@@ -7,7 +7,8 @@ import openai
 import pytest
 from running import Running
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, Speculation
+from outrider.server.generation import metrics_of
 
 ASKED: Any = [{"role": "user", "content": "Tell me about walking in nature."}]
 PLAIN = {"speculative": {"enabled": False}}
@@ -48,13 +49,25 @@ def test_speculation_figures_are_in_vllms_shape(client: openai.OpenAI) -> None:
     figures = ask(client).metrics["speculative_decoding"]
     steps, accepted = figures["num_spec_steps"], figures["num_accepted_draft_tokens"]
     assert accepted > 0
-    assert figures["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
+    assert figures["mean_acceptance_length"] == pytest.approx(1 + accepted / figures["num_rounds"])
+    assert figures["num_rounds"] >= steps
     assert figures["draft_acceptance_rate"] == pytest.approx(accepted / figures["num_draft_tokens"])
     histogram = figures["acceptance_histogram"]
     assert sum(histogram) == steps
     assert sum(number * count for number, count in enumerate(histogram)) == accepted
     assert ask(client, extra_body=PLAIN).metrics is None
     assert ask(client, n=2).metrics is None
+
+
+def test_the_acceptance_length_is_over_all_rounds_as_in_the_log() -> None:
+    """Also where the drafter had nothing to say, or rested, in most of them."""
+    made = Speculation(rounds=10, drafted=8, accepted=6, drafted_at=(2, 2, 2, 2), accepted_at=(2, 2, 1, 1))
+    metrics = metrics_of([made])
+    assert metrics is not None
+    figures = metrics["speculative_decoding"]
+    assert (figures["num_rounds"], figures["num_spec_steps"]) == (10, 2)
+    assert figures["mean_acceptance_length"] == made.accept_length == 1.6
+    assert sum(figures["acceptance_histogram"]) == 2
 
 
 def _texts_around(text: str) -> list[dict[str, Any]]:

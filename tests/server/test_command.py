@@ -7,13 +7,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from running import wait_for
 from typer.testing import CliRunner
 
+import outrider.pair
 from outrider.cli import app
+from outrider.server.address import port_of, taken
 from outrider.server.command import name_of
 
 
@@ -69,11 +72,37 @@ def serve(*arguments: str) -> str:
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--api-key" in serve("--host", "0.0.0.0")
     assert "at least 8" in serve("--api-key", "short")
-    assert "contradicts" in serve("--no-draft", "--draft", "ngram")
+    assert "contradict" in serve("--no-draft", "--draft", "ngram")
     assert "nonsense" in serve("--tool-call-parser", "nonsense")
     monkeypatch.delitem(sys.modules, "outrider.server.app", raising=False)
     monkeypatch.setitem(sys.modules, "fastapi", None)  # as if it were not installed
     assert "outrider[serve]" in serve()
+
+
+def test_an_address_that_is_not_to_be_had_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("weights are being read")
+
+    monkeypatch.setattr(outrider.pair, "load_weights", fail)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        said = serve("--port", str(port))
+    assert f"port {port} of 127.0.0.1 is in use" in said
+    assert "--port" in said
+    assert "is no address" in serve("--host", "no.such.host.invalid", "--api-key", "key-for-a-test")
+    assert "cannot listen on 192.0.2.1" in serve("--host", "192.0.2.1", "--api-key", "key-for-a-test")
+
+
+def test_an_address_is_taken_and_given_back() -> None:
+    with taken("127.0.0.1", 0) as sockets:
+        port = port_of(sockets)
+        assert port > 0
+        with pytest.raises(ConnectionRefusedError):  # nobody is let in before there is an answer
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+    with taken("127.0.0.1", port) as sockets:
+        assert port_of(sockets) == port
+    with taken("localhost", 0) as sockets:
+        assert len({each.getsockname()[1] for each in sockets}) == 1
 
 
 def test_the_name_of_a_model(tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 
 from outrider import LLM
 from outrider.cli import app
-from outrider.config import WatchdogConfig
+from outrider.config import EngineConfig, WatchdogConfig
 from outrider.engine.watchdog import Watchdog
 from outrider.sampling_params import MAX_PREDICTION
-from outrider.server import command
 
 ASKED: Any = [{"role": "user", "content": "Tell me about walking in nature."}]
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -206,13 +205,13 @@ def test_dead_acceptance_is_told_and_outlived(
 def test_the_watchdog_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
-    def open_llm(*_: Any, **options: Any) -> None:
-        given.append(options["watchdog"])
+    def open_llm(config: EngineConfig, progress: Any) -> None:
+        given.append(config.watchdog is not None)
         raise ValueError("enough")
 
-    monkeypatch.setattr(command, "LLM", open_llm)
+    monkeypatch.setattr(LLM, "from_config", open_llm)
     for flags in ([], ["--no-watchdog"], ["--watchdog"]):
-        CliRunner().invoke(app, ["serve", *flags])
+        CliRunner().invoke(app, ["serve", "--port", "0", *flags])
     assert given == [True, False, True]
     with LLM(watchdog=False) as llm:
         assert llm.engine.watchdog is None

@@ -1,116 +1,75 @@
-"""`outrider bench latency` and `outrider bench throughput`: all sides in one run, a card, and one JSON line last."""
+"""`outrider bench`: what its commands take. Each ends with a card, and with one JSON line where that is wanted."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 
-from outrider.bench import peer_llama_cpp, peer_transformers  # noqa: F401  (they register themselves)
-from outrider.bench.interleave import Progress, Record, interleave, memory_bandwidth
-from outrider.bench.options import (
+from outrider.bench.server_commands import overhead, serve, soak
+from outrider.commands import Group, add
+from outrider.console import open_consoles, print_json, progress_bar
+from outrider.options import (
     AsJson,
+    ChatTemplate,
     Device,
-    Draft,
     Dtype,
     Eager,
+    EngineOptions,
     Exact,
-    Model,
-    NumSpeculativeTokens,
+    ModelArgument,
     PromptFile,
-    SpeculativeJson,
-    speculative_from,
 )
-from outrider.bench.peers import PeerOptions, open_peers, peers
-from outrider.bench.prompts import PromptText, Vocabulary, read_prompts, workload
-from outrider.bench.report import PLAIN, SPECULATIVE, Setting, show_card, to_dict
-from outrider.bench.round import bench_round
-from outrider.bench.sides import OutriderSide, Prompts, Side
-from outrider.config import SpeculativeConfig
-from outrider.console import checkpoint_name, open_consoles
-from outrider.llm import LLM
-from outrider.measure import method_of
-from outrider.pair import target_of
+from outrider.startup import importing
 
-bench_app = typer.Typer(help="Measure speed: plain, speculative and other engines, side by side.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from outrider.bench.prompts import PromptText, Vocabulary
+    from outrider.bench.race import Plan
+
+bench_app = typer.Typer(
+    cls=Group,
+    help="Measure speed: plain, speculative and other engines.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 NUM_PROMPTS = 3  # of our own that a latency run asks
 
-Against = Annotated[
-    list[str] | None, typer.Option("--against", help=f"Another engine: {', '.join(peers)}. May be given again.")
+_AGAINST_HELP = (
+    "Another engine on the same weights: transformers, transformers-compiled, transformers-continuous, llama.cpp or "
+    "llama-cpp-python. May be given again."
+)
+Against = Annotated[list[str] | None, typer.Option("--against", metavar="NAME", help=_AGAINST_HELP)]
+Prompt = Annotated[
+    str | None, typer.Option("--prompt", metavar="TEXT", help="One prompt, instead of the built-in ones.")
 ]
-Prompt = Annotated[str | None, typer.Option("--prompt", help="One prompt, instead of the built-in ones.")]
-Workload = Annotated[str, typer.Option("--workload", help="Built-in prompts: chat or repetition.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens in each answer.", min=2)]
-NumRuns = Annotated[int, typer.Option("--num-runs", help="Timed runs of every side.", min=1)]
-Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads. Default: as torch decides.", min=1)]
+Workload = Annotated[str, typer.Option("--workload", metavar="NAME", help="Built-in prompts: chat or repetition.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens in each answer.", min=2)]
+NumRuns = Annotated[int, typer.Option("--num-runs", metavar="N", help="Timed runs of every side.", min=1)]
+Threads = Annotated[
+    int | None, typer.Option("--threads", metavar="N", help="CPU threads. By default, as torch decides.", min=1)
+]
 NumPrompts = Annotated[
-    int | None, typer.Option("--num-prompts", help="Prompts, one after the other. Default: 3, or all of a file.", min=1)
+    int | None,
+    typer.Option("--num-prompts", metavar="N", help="Prompts in a run. By default 3, or all of a file.", min=1),
 ]
-BatchSize = Annotated[int, typer.Option("--batch-size", "-b", help="Prompts at a time.", min=1)]
+BatchSize = Annotated[int, typer.Option("--batch-size", "-b", metavar="N", help="Prompts at a time.", min=1)]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything that was chosen on the command line."""
-
-    command: str
-    model: str | None
-    speculative: SpeculativeConfig | None
-    against: Sequence[str]
-    prompts: Sequence[PromptText]
-    vocabulary: Vocabulary
-    batch_size: int
-    num_prompts: int
-    max_tokens: int
-    num_runs: int
-    threads: int | None
-    dtype: str
-    device: str
-    exact: bool = False
-    enforce_eager: bool = False
-
-    @property
-    def place(self) -> str | Path:
-        return target_of(self.model)
-
-    def batches(self) -> list[Prompts]:
-        """The prompts as ids, in batches; where there are too few, they come again."""
-        ids = self.vocabulary.encode_all(self.prompts)
-        asked = [ids[number % len(ids)] for number in range(self.num_prompts)]
-        return [asked[start : start + self.batch_size] for start in range(0, len(asked), self.batch_size)]
-
-
-bench_app.command("round")(bench_round)
-
-
-@bench_app.command()
 def latency(
-    model: Model = None,
-    draft: Draft = None,
-    speculative_config: SpeculativeJson = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
+    options: EngineOptions,
+    target: ModelArgument = None,
     against: Against = None,
     prompt: Prompt = None,
     prompts: PromptFile = None,
     workload_name: Workload = "chat",
+    chat_template: ChatTemplate = None,
     num_prompts: NumPrompts = None,
     max_tokens: MaxTokens = 128,
     num_runs: NumRuns = 5,
     threads: Threads = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    exact: Exact = False,
-    enforce_eager: Eager = False,
     as_json: AsJson = False,
 ) -> None:
     """One request at a time: how long a user waits.
@@ -118,48 +77,41 @@ def latency(
     \b
     Examples:
       outrider bench latency
-      outrider bench latency --model MODEL.gguf --draft ngram --workload repetition --against transformers
+      outrider bench latency MODEL.gguf --draft ngram --workload repetition \\
+        --against transformers
     """
-    vocabulary = Vocabulary.of(target_of(model))
-    texts = _prompts(prompt, prompts, workload_name, vocabulary)
+    with importing():
+        from outrider.bench.prompts import Vocabulary
+        from outrider.bench.race import Plan
+    config = options.named(target).config()
+    texts = _prompts(prompt, prompts, workload_name, Vocabulary.of(config.model))
     plan = Plan(
         command="latency",
-        model=model,
-        speculative=speculative_from(model, draft, speculative_config, num_speculative_tokens),
+        config=config,
         against=against or (),
         prompts=texts,
-        vocabulary=vocabulary,
+        chat=chat_template,
         batch_size=1,
         num_prompts=num_prompts or (len(texts) if prompts is not None else min(len(texts), NUM_PROMPTS)),
         max_tokens=max_tokens,
         num_runs=num_runs,
         threads=threads,
-        dtype=dtype,
-        device=device,
-        exact=exact,
-        enforce_eager=enforce_eager,
     )
     _run_and_report(plan, as_json)
 
 
-@bench_app.command()
 def throughput(
-    model: Model = None,
-    draft: Draft = None,
-    speculative_config: SpeculativeJson = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
+    options: EngineOptions,
+    target: ModelArgument = None,
     against: Against = None,
     prompt: Prompt = None,
     prompts: PromptFile = None,
     workload_name: Workload = "chat",
+    chat_template: ChatTemplate = None,
     batch_size: BatchSize = 8,
     max_tokens: MaxTokens = 128,
     num_runs: NumRuns = 5,
     threads: Threads = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    exact: Exact = False,
-    enforce_eager: Eager = False,
     as_json: AsJson = False,
 ) -> None:
     """Many requests at once: how much a machine can do.
@@ -167,115 +119,143 @@ def throughput(
     \b
     Examples:
       outrider bench throughput --batch-size 16
-      outrider bench throughput --model DIRECTORY --draft DIRECTORY --against transformers --json
+      outrider bench throughput DIRECTORY --draft DIRECTORY \\
+        --against transformers --json
     """
-    vocabulary = Vocabulary.of(target_of(model))
-    texts = _prompts(prompt, prompts, workload_name, vocabulary)
+    with importing():
+        from outrider.bench.prompts import Vocabulary
+        from outrider.bench.race import Plan
+    config = options.named(target).config()
+    texts = _prompts(prompt, prompts, workload_name, Vocabulary.of(config.model))
     plan = Plan(
         command="throughput",
-        model=model,
-        speculative=speculative_from(model, draft, speculative_config, num_speculative_tokens),
+        config=config,
         against=against or (),
         prompts=texts,
-        vocabulary=vocabulary,
+        chat=chat_template,
         batch_size=batch_size,
         num_prompts=max(batch_size, len(texts)) if prompts is not None else batch_size,
         max_tokens=max_tokens,
         num_runs=num_runs,
         threads=threads,
-        dtype=dtype,
-        device=device,
-        exact=exact,
-        enforce_eager=enforce_eager,
     )
     _run_and_report(plan, as_json)
 
 
 def _prompts(text: str | None, file: Path | None, name: str, vocabulary: Vocabulary) -> list[PromptText]:
+    from outrider.bench.prompts import PromptText, read_prompts, workload
+
     if text is not None and file is not None:
         raise ValueError("--prompt and --prompts both give prompts: give one of them")
     if text is not None:
-        return [PromptText(text, is_chat=True)]
+        return [PromptText(text)]
     return read_prompts(file) if file is not None else workload(name, vocabulary)
 
 
 def _run_and_report(plan: Plan, as_json: bool) -> None:
+    from outrider.bench.race import run
+    from outrider.bench.report import show_card, to_dict
+
     consoles = open_consoles()
     with progress_bar(consoles.about) as progress:
         setting, records, notes = run(plan, progress)
     if not as_json:
         show_card(consoles.out, setting, records, notes)
-    typer.echo(json.dumps(to_dict(setting, records, notes)))
+    print_json(consoles.out, to_dict(setting, records, notes), asked=as_json)
 
 
-def run(plan: Plan, progress: Progress | None = None) -> tuple[Setting, list[Record], list[str]]:
-    """Opens all sides, lets them run in turn, and closes them again."""
-    unknown = [name for name in plan.against if name not in peers]
-    if unknown:
-        raise ValueError(f"unknown peer {unknown[0]!r}; known: {', '.join(peers)}")
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
-    batches = plan.batches()
-    with ExitStack() as opened:
-        sides, setting, notes = _open(plan, batches, opened)
-        records = interleave(sides, batches, plan.max_tokens, plan.num_runs, progress)
-    bandwidth = max(setting.bandwidth, memory_bandwidth(torch.device(setting.device)))
-    return replace(setting, bandwidth=bandwidth), records, notes
+# what a round costs
+
+Shape = Annotated[
+    str, typer.Option("--shape", metavar="NAME", help="Whose shape: llama-3.1-8b, smollm2-135m, or a config.json.")
+]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option("--method", metavar="NAME", help="Drafter: eagle3, dflash, mtp or ngram. May be given again."),
+]
+Depth = Annotated[
+    int,
+    typer.Option("--num-speculative-tokens", "-k", metavar="K", help="Tokens to draft in a round.", min=1, max=64),
+]
+AcceptLength = Annotated[
+    float,
+    typer.Option(
+        "--accept-length", metavar="X", help="Made up: so many tokens come of a round. Not real text.", min=1.0
+    ),
+]
+Requests = Annotated[int, typer.Option("--batch-size", "-b", metavar="N", help="Requests at a time.", min=1)]
+Context = Annotated[int, typer.Option("--context", metavar="N", help="Tokens of each prompt.", min=1)]
+NumRounds = Annotated[int, typer.Option("--num-rounds", metavar="N", help="Rounds timed together, seven times.", min=1)]
+RoundPeers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--against",
+        metavar="NAME",
+        help="Another engine: transformers, transformers-compiled or transformers-continuous. May be given again.",
+    ),
+]
+NumTokens = Annotated[
+    int, typer.Option("--num-tokens", metavar="N", help="Tokens of each answer, for --against.", min=2)
+]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", metavar="T", help="0 is greedy.", min=0.0)]
 
 
-def _open(plan: Plan, batches: Sequence[Prompts], opened: ExitStack) -> tuple[list[Side], Setting, list[str]]:
-    longest = max(len(ids) for batch in batches for ids in batch) + plan.max_tokens
+def bench_round(
+    shape: Shape = "llama-3.1-8b",
+    method: Methods = None,
+    num_speculative_tokens: Depth = 5,
+    accept_length: AcceptLength = 3.0,
+    batch_size: Requests = 1,
+    context: Context = 512,
+    num_rounds: NumRounds = 50,
+    temperature: Temperature = 0.0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    exact: Exact = False,
+    enforce_eager: Eager = False,
+    against: RoundPeers = None,
+    num_tokens: NumTokens = 128,
+    as_json: AsJson = False,
+) -> None:
+    """What a round costs, with random weights.
 
-    def ours(speculative: SpeculativeConfig | None) -> LLM:
-        llm = LLM(
-            plan.model,
-            speculative,
-            dtype=plan.dtype,
-            device=plan.device,
-            max_model_len=longest,
-            max_num_seqs=plan.batch_size,
-            enable_prefix_caching=False,
-            exact=plan.exact,
-            enforce_eager=plan.enforce_eager,
-        )
-        opened.callback(llm.close)
-        return llm
+    Plain first, then with each drafter, whose acceptance is made up. Says nothing about text.
 
-    plain = ours(None)
-    sides: list[Side] = [OutriderSide(PLAIN, plain)]
-    drafter = None
-    if plan.speculative is not None:
-        speculative = ours(plan.speculative)
-        sides.append(OutriderSide(SPECULATIVE, speculative))
-        drafter = method_of(speculative)
-    device, dtype = plain.config.torch_device, plain.target.embed.weight.dtype
-    threads = torch.get_num_threads()
-    others, notes = open_peers(plan.against, PeerOptions(plan.place, dtype, device, longest, threads))
-    for other in others:
-        opened.callback(other.close)
-    setting = Setting(
-        command=f"bench {plan.command}",
-        model=checkpoint_name(plan.model) if plan.model is not None else "embedded default",
-        drafter=drafter,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
-        threads=threads,
-        num_prompts=plan.num_prompts,
-        batch_size=plan.batch_size,
-        max_tokens=plan.max_tokens,
-        num_runs=plan.num_runs,
-        bandwidth=memory_bandwidth(device),
+    \b
+    Examples:
+      outrider bench round --method eagle3 -k 5 --accept-length 4
+      outrider bench round --shape smollm2-135m --method eagle3 --method dflash
+      outrider bench round --batch-size 32 --context 1024 \\
+        --against transformers-continuous
+    """
+    with importing():
+        from outrider.bench.round import Plan, measure_all, show
+        from outrider.config import EngineConfig
+    config = EngineConfig(
+        model=shape,
+        dtype=dtype,
+        device=device,
+        max_num_seqs=batch_size,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        enforce_eager=enforce_eager,
+        exact=exact,
     )
-    return sides + others, setting, notes
+    plan = Plan(shape, batch_size, context, num_rounds, temperature, config, num_speculative_tokens, accept_length)
+    found = measure_all(plan, method or (), against or (), num_tokens)
+    consoles = open_consoles()
+    if not as_json:
+        show(consoles.about, found)
+    print_json(consoles.out, found, asked=as_json)
 
 
-@contextmanager
-def progress_bar(console: Console) -> Iterator[Progress | None]:
-    """A bar on standard error where somebody watches."""
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("loading", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "latency": latency,
+    "throughput": throughput,
+    "round": bench_round,
+    "serve": serve,
+    "overhead": overhead,
+    "soak": soak,
+}
+for _name, _command in COMMANDS.items():
+    add(bench_app, _name, _command)

@@ -123,6 +123,7 @@ def interleave(
         for place in range(len(sides)):
             which = (number + place) % len(sides)
             tell(sides[which].name)
+            sides[which].start_run()
             records[which].runs.append([sides[which].answer(batch, max_tokens) for batch in batches])
             done += 1
     tell("done")

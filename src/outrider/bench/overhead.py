@@ -3,43 +3,29 @@ alone, through the server as streams and through the server as whole answers, in
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.bench.commands import MaxTokens, NumRuns, progress_bar
 from outrider.bench.interleave import Progress, Spread
-from outrider.bench.options import (
-    AsJson,
-    Draft,
-    Model,
-    NumSpeculativeTokens,
-    SpeculativeJson,
-    speculative_from,
-)
-from outrider.bench.prompts import CHAT, REPETITION
 from outrider.bench.raw_client import RawAnswer, ask_all
 from outrider.bench.server_process import ServerProcess, server_process
-from outrider.console import checkpoint_name, open_consoles
+from outrider.console import checkpoint_name
 from outrider.llm import LLM
+from outrider.options import EngineOptions
+from outrider.pair import shown_name
 from outrider.sampling_params import SamplingParams
 
 OFFLINE, STREAMED, WHOLE = "engine alone", "server, streamed", "server, whole"
 WANTED = 0.9
-
-Concurrency = Annotated[int, typer.Option("--concurrency", help="Requests at once, and --max-num-seqs.", min=1)]
-NumPrompts = Annotated[int, typer.Option("--num-prompts", help="Requests in each pass.", min=1)]
-Threads = Annotated[int, typer.Option("--threads", help="CPU threads of either engine.", min=1)]
 
 
 @dataclass(frozen=True)
@@ -72,54 +58,19 @@ class Task:
         return [[{"role": "user", "content": text}] for text in self.prompts]
 
 
-def overhead_command(
-    model: Model = None,
-    draft: Draft = None,
-    speculative_config: SpeculativeJson = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
-    concurrency: Concurrency = 16,
-    num_prompts: NumPrompts = 48,
-    max_tokens: MaxTokens = 128,
-    num_runs: NumRuns = 5,
-    threads: Threads = 1,
-    as_json: AsJson = False,
-) -> None:
-    """The server against the engine that is inside it: same chats, same batch, greedy, in turn.
-
-    The client reads bytes and counts afterwards; its share of a core is shown. Needs Linux and the serve extra.
-
-    \b
-    Example:
-      outrider bench overhead --concurrency 16
-    """
-    texts = [*CHAT, *REPETITION]
-    task = Task([texts[number % len(texts)] for number in range(num_prompts)], max_tokens, concurrency)
-    arguments = _arguments(model, draft, speculative_config, num_speculative_tokens)
-    consoles = open_consoles()
+def measure(
+    options: EngineOptions, task: Task, num_runs: int, threads: int, progress: Progress | None
+) -> dict[str, Any]:
+    """Opens an engine and a server of the same choices, and lets them answer the same chats in turn."""
+    config = options.config(max_num_seqs=task.concurrency, enable_prefix_caching=False)
     torch.set_num_threads(threads)
-    with progress_bar(consoles.about) as progress, ExitStack() as opened:
-        llm = opened.enter_context(
-            LLM(
-                model,
-                speculative_from(model, draft, speculative_config, num_speculative_tokens),
-                max_num_seqs=concurrency,
-                enable_prefix_caching=False,
-            )
-        )
+    with ExitStack() as opened:
+        llm = opened.enter_context(LLM.from_config(config))
         log = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "server.log"
-        own = ["--max-num-seqs", str(concurrency), "--no-enable-prefix-caching"]
-        server = opened.enter_context(server_process([*arguments, *own], log, threads))
+        own = ["--max-num-seqs", str(task.concurrency), "--no-enable-prefix-caching"]
+        server = opened.enter_context(server_process([*options.arguments(), *own], log, threads))
         passes = run_in_turn(llm, server, task, num_runs, progress)
-    report = to_dict(passes, task, threads) | {"model": checkpoint_name(model) if model else "embedded default"}
-    if not as_json:
-        show(consoles.out, report)
-    typer.echo(json.dumps(report))
-
-
-def _arguments(model: str | None, draft: str | None, config: str | None, num_tokens: int | None) -> list[str]:
-    named = {"--draft": draft, "--speculative-config": config, "--num-speculative-tokens": num_tokens}
-    given = [part for name, value in named.items() if value is not None for part in (name, str(value))]
-    return [*([model] if model is not None else []), *given]
+    return to_dict(passes, task, threads) | {"model": checkpoint_name(shown_name(config.model))}
 
 
 def run_in_turn(

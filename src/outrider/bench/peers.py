@@ -41,6 +41,9 @@ class Peer:
     def open(cls, options: PeerOptions) -> Self:
         raise NotImplementedError
 
+    def start_run(self) -> None:
+        """Nothing is remembered from run to run."""
+
     def answer(self, prompts: Prompts, max_tokens: int) -> Timing:
         raise NotImplementedError
 

@@ -20,7 +20,15 @@ class PromptText:
 
     text: str = ""
     ids: tuple[int, ...] = ()
-    is_chat: bool = False
+    is_chat: bool | None = None  # None: through the chat template, if there is one
+
+
+@dataclass(frozen=True)
+class PromptChoice:
+    """What a user chose about prompts."""
+
+    texts: Sequence[PromptText] | None = None  # None: our own
+    chat: bool | None = None  # all of them through the chat template, or none; None: as each of them says
 
 
 @dataclass(frozen=True)
@@ -44,18 +52,22 @@ class Vocabulary:
             raise ValueError(f"{model}: config.json lacks vocab_size; add it")
         return cls(tokenizer, int(size), num_parameters)
 
-    def encode(self, prompt: PromptText) -> list[int]:
+    def encode(self, prompt: PromptText, chat: bool | None = None) -> list[int]:
+        """Token ids. `chat` overrides what the prompt says about the chat template."""
         if prompt.ids:
             return list(prompt.ids)
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so a prompt cannot be text: give prompt_token_ids instead")
-        if prompt.is_chat and self.tokenizer.has_chat_template:
+        if chat and not self.tokenizer.has_chat_template:
+            raise ValueError("this model has no chat template: leave out --chat, or choose a chat model")
+        wanted = chat if chat is not None else prompt.is_chat is not False
+        if wanted and self.tokenizer.has_chat_template:
             text = self.tokenizer.chat([{"role": "user", "content": prompt.text}])
             return self.tokenizer.encode(text, add_special_tokens=False)
         return self.tokenizer.encode(prompt.text)
 
-    def encode_all(self, prompts: Sequence[PromptText]) -> list[list[int]]:
-        return [self.encode(prompt) for prompt in prompts]
+    def encode_all(self, prompts: Sequence[PromptText], chat: bool | None = None) -> list[list[int]]:
+        return [self.encode(prompt, chat) for prompt in prompts]
 
 
 def random_prompts(vocab_size: int, count: int, seed: int = 0) -> list[PromptText]:

@@ -123,11 +123,16 @@ def random_engine(config: EngineConfig, shape: dict[str, Any]) -> Engine:
     return Engine(config, target, drafter, budget)
 
 
+def check_method(method: str) -> None:
+    """That there is a random drafter of this method."""
+    if method not in METHODS:
+        raise ValueError(f"no random drafter of method {method!r}; known: {', '.join(METHODS)}")
+
+
 def random_drafter(settings: SpeculativeConfig, target: Target) -> Drafter:
     outlines = {"eagle3": _eagle3, "dflash": _dflash}
     method = settings.method or ""
-    if method not in METHODS:
-        raise ValueError(f"no random drafter of method {method!r}; known: {', '.join(METHODS)}")
+    check_method(method)
     outline = outlines[method](target) if method in outlines else None
     return drafters[method].build(settings, target, outline)
 

@@ -36,6 +36,13 @@ class PeerCost:
         return statistics.median(rates) if rates else None
 
 
+def check_peers(names: Sequence[str]) -> None:
+    """That all of them are known."""
+    unknown = sorted(set(names) - set(PEERS))
+    if unknown:
+        raise ValueError(f"--against does not know {', '.join(unknown)}; it takes {', '.join(PEERS)}")
+
+
 def measure_peers(
     names: Sequence[str],
     shape: dict[str, Any],
@@ -44,9 +51,7 @@ def measure_peers(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[PeerCost]:
-    unknown = sorted(set(names) - set(PEERS))
-    if unknown:
-        raise ValueError(f"--against does not know {', '.join(unknown)}; it takes {', '.join(PEERS)}")
+    check_peers(names)
     if not names:
         return []
     library = import_peer("transformers", "transformers")

@@ -3,49 +3,27 @@
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from outrider import __version__
 from outrider.bench.interleave import memory_bandwidth
-from outrider.bench.options import AsJson, Device, Dtype, Eager, Exact
-from outrider.bench.random_pair import METHODS, SHAPES, random_engine, shape_of
-from outrider.bench.random_peers import NUM_RUNS, PEERS, PeerCost, measure_peers
+from outrider.bench.random_pair import check_method, random_engine, shape_of
+from outrider.bench.random_peers import NUM_RUNS, PeerCost, check_peers, measure_peers
 from outrider.config import EngineConfig, SpeculativeConfig
-from outrider.console import open_consoles
 from outrider.engine.engine import Engine
 from outrider.engine.request import Request
 from outrider.sampling_params import SamplingParams
 
 NUM_CHUNKS = 7
 WARM_UP = 8
-
-_SHAPE_HELP = f"Whose shape: {', '.join(SHAPES)}, or a config.json."
-_METHOD_HELP = f"Drafter: {', '.join(METHODS)}. May be given again."
-_ACCEPT_HELP = "Made-up accept length: so many tokens come of every round. Not real text."
-Shape = Annotated[str, typer.Option("--shape", help=_SHAPE_HELP)]
-Methods = Annotated[list[str] | None, typer.Option("--method", help=_METHOD_HELP)]
-Depth = Annotated[
-    int, typer.Option("--num-speculative-tokens", "-k", help="Tokens to draft in a round.", min=1, max=64)
-]
-AcceptLength = Annotated[float, typer.Option("--accept-length", help=_ACCEPT_HELP, min=1.0)]
-BatchSize = Annotated[int, typer.Option("--batch-size", "-b", help="Requests at a time.", min=1)]
-Context = Annotated[int, typer.Option("--context", help="Tokens of each prompt.", min=1)]
-NumRounds = Annotated[int, typer.Option("--num-rounds", help="Rounds of a measurement; seven are made.", min=1)]
-Against = Annotated[
-    list[str] | None, typer.Option("--against", help=f"Another engine: {', '.join(PEERS)}. May be given again.")
-]
-NumTokens = Annotated[int, typer.Option("--num-tokens", help="Tokens of each answer, for --against.", min=2)]
-Temperature = Annotated[float, typer.Option("--temperature", help="0: greedy.", min=0.0)]
 
 
 @dataclass(frozen=True)
@@ -56,6 +34,8 @@ class Plan:
     num_rounds: int
     temperature: float
     config: EngineConfig
+    num_speculative_tokens: int = 5
+    accept_length: float = 3.0  # made up
 
 
 @dataclass(frozen=True)
@@ -74,58 +54,32 @@ class Cost:
         return statistics.median(self.round_ms)
 
 
-def bench_round(
-    shape: Shape = "llama-3.1-8b",
-    method: Methods = None,
-    num_speculative_tokens: Depth = 5,
-    accept_length: AcceptLength = 3.0,
-    batch_size: BatchSize = 1,
-    context: Context = 512,
-    num_rounds: NumRounds = 50,
-    temperature: Temperature = 0.0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    exact: Exact = False,
-    enforce_eager: Eager = False,
-    against: Against = None,
-    num_tokens: NumTokens = 128,
-    as_json: AsJson = False,
-) -> None:
-    """What a round costs, with random weights: plain, then with each drafter.
-
-    \b
-    Examples:
-      outrider bench round --shape llama-3.1-8b --method eagle3 -k 5 --accept-length 4
-      outrider bench round --shape smollm2-135m --method eagle3 --method dflash --batch-size 8
-      outrider bench round --batch-size 32 --context 1024 --against transformers-continuous
-    """
+def measure_all(plan: Plan, methods: Sequence[str], against: Sequence[str], num_tokens: int) -> dict[str, Any]:
+    """Plain, then with each drafter, then other engines, as a report. What is unknown is refused before."""
+    for name in methods:
+        check_method(name)
+    check_peers(against)
     # room for every round that is measured, at the most that one can bring
-    rows = max((1 + num_speculative_tokens) * (num_rounds * NUM_CHUNKS + WARM_UP + 4), num_tokens)
-    config = EngineConfig(
-        model=shape,
-        dtype=dtype,
-        device=device,
-        max_model_len=context + rows,
-        max_num_seqs=batch_size,
-        max_num_batched_tokens=8192,
-        enable_prefix_caching=False,
-        enforce_eager=enforce_eager,
-        exact=exact,
-    )
-    plan = Plan(shape, batch_size, context, num_rounds, temperature, config)
-    settings = [None] + [
-        SpeculativeConfig(method=name, num_speculative_tokens=num_speculative_tokens, force=True,
-                          synthetic_acceptance_length=accept_length)
-        for name in method or ()
-    ]  # fmt: skip
-    costs = [measure(replace(plan, config=replace(config, speculative=each))) for each in settings]
-    found = to_dict(plan, costs, memory_bandwidth(config.torch_device) if config.torch_device.type == "cuda" else None)
-    others = _peers(plan, against or (), num_tokens)
+    rounds = plan.num_rounds * NUM_CHUNKS + WARM_UP + 4
+    rows = max((1 + plan.num_speculative_tokens) * rounds, num_tokens)
+    plan = replace(plan, config=replace(plan.config, max_model_len=plan.context + rows))
+    settings = [None, *(_settings(plan, name) for name in methods)]
+    costs = [measure(replace(plan, config=replace(plan.config, speculative=each))) for each in settings]
+    device = plan.config.torch_device
+    found = to_dict(plan, costs, memory_bandwidth(device) if device.type == "cuda" else None)
+    others = _peers(plan, against, num_tokens)
     whole = whole_rate(plan, num_tokens) if others else 0.0
     found["peers"] = [_peer(cost, costs[0], whole, plan) for cost in others]
-    if not as_json:
-        _show(open_consoles().about, found)
-    print(json.dumps(found))
+    return found
+
+
+def _settings(plan: Plan, method: str) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method=method,
+        num_speculative_tokens=plan.num_speculative_tokens,
+        force=True,
+        synthetic_acceptance_length=plan.accept_length,
+    )
 
 
 def _peers(plan: Plan, names: Sequence[str], num_tokens: int) -> list[PeerCost]:
@@ -281,7 +235,7 @@ def to_dict(plan: Plan, costs: list[Cost], bandwidth: float | None) -> dict[str,
     }
 
 
-def _show(console: Console, found: dict[str, Any]) -> None:
+def show(console: Console, found: dict[str, Any]) -> None:
     title = f"{found['shape']}, random weights, {found['dtype']} on {found['device']}"
     table = Table(title=f"{title}, batch {found['batch_size']}, context {found['context']}")
     for name in (

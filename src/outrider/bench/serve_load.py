@@ -61,6 +61,7 @@ class Outcome:
     seconds: float
     asking: Asking
     drafting: Drafting | None  # of the server's own counters, over the same time
+    num_distinct: int | None = None  # prompts; where requests are more, they came again
 
 
 def connect(base_url: str, api_key: str | None, timeout: float) -> httpx.AsyncClient:
@@ -130,7 +131,7 @@ async def run_load(
     answers = await _ask_all(client, asking, load.choose(prompts), load, _named(progress, "requests"))
     seconds = max((answer.sent + answer.seconds for answer in answers), default=begin) - begin
     after = await _counters(client)
-    return Outcome(answers, seconds, asking, drafting_from(before, after))
+    return Outcome(answers, seconds, asking, drafting_from(before, after), len(set(prompts)))
 
 
 async def _ask_all(

@@ -54,6 +54,7 @@ class Summary:
     num_tokens: int | None
     num_within_goals: int | None  # None: there are no goals
     drafting: Drafting | None
+    num_distinct: int | None = None  # prompts
 
     @property
     def notes(self) -> list[str]:
@@ -62,6 +63,11 @@ class Summary:
             notes.append("the server gives no usage, so nothing is said of tokens: chunks are not tokens")
         elif self.good and "itl_token" not in self.figures and "itl_chunk" in self.figures:
             notes.append("the server does not count tokens chunk by chunk, so there is no latency between tokens")
+        if self.drafting is not None and self.num_distinct is not None and len(self.good) > self.num_distinct:
+            notes.append(
+                f"{len(self.good)} requests asked {self.num_distinct} prompts: a drafter that learns from earlier "
+                "requests, such as suffix, has seen their answers"
+            )
         return notes
 
 
@@ -108,6 +114,7 @@ def summarise(outcome: Outcome, goals: Mapping[str, float]) -> Summary:
         num_tokens=sum(answer.num_tokens or 0 for answer in good) if counted else None,
         num_within_goals=sum(within(answer, goals) for answer in good) if goals else None,
         drafting=outcome.drafting or drafting_of(answer.speculation for answer in good),
+        num_distinct=outcome.num_distinct,
     )
 
 
@@ -120,6 +127,7 @@ def to_dict(summary: Summary, outcome: Outcome, load: Load, goals: Mapping[str, 
         "model_id": asking.model,
         "endpoint": asking.path,
         "num_prompts": load.num_prompts,
+        "num_distinct_prompts": outcome.num_distinct,
         "max_concurrency": load.concurrency,
         "request_rate": load.request_rate,
         "seed": load.seed,

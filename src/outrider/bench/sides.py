@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.layers.packing import packed_bytes
 from outrider.llm import LLM, total_speculation
+from outrider.measure import forget_requests
 from outrider.models.base import Target
 from outrider.sampling_params import SamplingParams, Speculation
 
@@ -33,6 +34,9 @@ class Side(Protocol):
     name: str
     pass_bytes: int  # of weights that one pass of the model reads
 
+    def start_run(self) -> None:
+        """A run begins: the same prompts as before, of whose answers nothing may be remembered."""
+
     def answer(self, prompts: Prompts, max_tokens: int) -> Timing: ...
 
     def close(self) -> None: ...
@@ -47,6 +51,9 @@ class OutriderSide:
         self.llm = llm
         self.pass_bytes = bytes_read(llm.target)
         llm.warm_up()
+
+    def start_run(self) -> None:
+        forget_requests(self.llm)
 
     def answer(self, prompts: Prompts, max_tokens: int) -> Timing:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

@@ -5,23 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import subprocess
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from outrider.bench.commands import progress_bar
 from outrider.bench.interleave import Progress
-from outrider.bench.options import AsJson
 from outrider.bench.serve_load import connect
 from outrider.bench.server_process import ServerProcess, server_process
 from outrider.bench.soak_clients import NUM_CHATS, QUESTIONS, Crowd, Replay, accept_length
-from outrider.console import open_consoles
 
 # Scarce on purpose: 128 pages of the embedded model's, where eight sequences of 512 tokens would want 264. Enough for
 # the chats to find what they said before, too few when somebody asks for many answers.
@@ -35,10 +29,6 @@ MEMORY_ROOM = 32 * 2**20  # bytes that memory may grow whatever its size: alloca
 LATE_ROOM = 12 * 2**20  # the same, in the second half, when they should have it
 SETTLE_SECONDS = 20.0
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-
-Minutes = Annotated[float, typer.Option("--minutes", help="How long the crowd stays.", min=0.05)]
-Seed = Annotated[int, typer.Option("--seed", help="Of what the clients do.")]
-Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads of the server.", min=1)]
 
 
 @dataclass(frozen=True)
@@ -73,26 +63,6 @@ class Soak:
 
     def moved(self, name: str) -> float:
         return self.after.figures.get(name, 0.0) - self.before.figures.get(name, 0.0)
-
-
-def soak_command(minutes: Minutes = 10.0, seed: Seed = 0, threads: Threads = None, as_json: AsJson = False) -> None:
-    """The embedded model behind the real server, with too few pages, under chats, aborts, kills and grammars.
-
-    Status 1 if anything failed, grew, or changed. Needs Linux and the serve extra.
-
-    \b
-    Example:
-      outrider bench soak --minutes 10
-    """
-    consoles = open_consoles()
-    with progress_bar(consoles.about) as progress:
-        soak = run_soak(minutes * 60, seed, threads, progress)
-    if not as_json:
-        for line in card(soak):
-            consoles.out.print(line, markup=False, highlight=False, soft_wrap=True)
-    typer.echo(json.dumps(to_dict(soak)))
-    if soak.failures:
-        raise typer.Exit(1)
 
 
 def run_soak(seconds: float, seed: int = 0, threads: int | None = None, progress: Progress | None = None) -> Soak:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.bench.prompts import PromptText, Vocabulary
+from outrider.bench.prompts import PromptChoice, PromptText, Vocabulary
 from outrider.certify.certificate import Case, Certificate, Identity
 from outrider.certify.comparison import (
     LOGPROB_TOLERANCE,
@@ -26,12 +26,12 @@ from outrider.certify.comparison import (
 from outrider.certify.distribution import DrawPlan, draw, evaluate_draws, plan_draws, second_token_drafts
 from outrider.certify.questions import FULL, OPTIONS, Effort, Question, ask, built_in_prompts
 from outrider.certify.restless import Restless
-from outrider.config import SpeculativeConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.policy import FixedDepth
 from outrider.llm import LLM
 from outrider.measure import method_of
 from outrider.outputs import RequestOutput
-from outrider.pair import AUTO, DEFAULT_DIRECTORY, Speculative, target_of
+from outrider.pair import AUTO, DEFAULT_DIRECTORY, Speculative, shown_name, target_of
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 OnStep = Callable[[int, int], None]
@@ -64,18 +64,13 @@ class Watch:
 class Subject:
     """What is certified. Every engine of the proof is opened here."""
 
-    model: str | Path | None
+    config: EngineConfig
     speculative: SpeculativeConfig
-    dtype: str
-    device: str
-    max_model_len: int
-    exact: bool = False
 
     def open(self, *, plain: bool = False, **settings: Any) -> LLM:
-        usual = {"max_model_len": self.max_model_len, "page_size": PAGE_SIZE, "enable_prefix_caching": False}
-        usual |= {"exact": self.exact}
         speculative = None if plain else replace(self.speculative, force=True)  # how good it is, is not the question
-        return LLM(self.model, speculative, dtype=self.dtype, device=self.device, **{**usual, **settings})
+        usual = {"page_size": PAGE_SIZE, "enable_prefix_caching": False, "speculative": speculative}
+        return LLM.from_config(replace(self.config, **{**usual, **settings}))
 
 
 Asker = Callable[[LLM, Sequence[Question], OnStep], list[RequestOutput]]
@@ -244,14 +239,14 @@ class Proof:
         settings = self.subject.speculative
         method = method_of(llm) or "none"
         return Identity(
-            model=str(self.subject.model) if self.subject.model is not None else "embedded default",
+            model=shown_name(self.subject.config.model),
             architecture=str((llm.target.config.get("architectures") or ["unnamed"])[0]),
             num_parameters=sum(parameter.numel() for parameter in llm.target.parameters()),
             drafter=method if settings.model is None else f"{method} ({settings.model})",
             num_speculative_tokens=settings.num_speculative_tokens,
             dtype=str(llm.target.embed.weight.dtype).removeprefix("torch."),
             device=str(llm.config.torch_device),
-            exact=self.subject.exact,
+            exact=self.subject.config.exact,
         )
 
 
@@ -281,22 +276,27 @@ def certify(
     *,
     prompts: Sequence[PromptText] | None = None,
     effort: Effort = FULL,
-    dtype: str = "auto",
-    device: str = "auto",
-    max_model_len: int | None = None,
-    exact: bool = False,
     progress: Progress | None = None,
 ) -> Certificate:
     """Plain against speculative decoding of one target. Without a drafter, the embedded target's own or n-grams."""
+    config = EngineConfig(target_of(model), speculative_for(model, speculative_config))
+    return certify_config(config, PromptChoice(prompts), effort, progress)
+
+
+def certify_config(
+    config: EngineConfig, choice: PromptChoice, effort: Effort = FULL, progress: Progress | None = None
+) -> Certificate:
+    """The same for an engine of which everything was chosen."""
     begin = time.perf_counter()
-    vocabulary = Vocabulary.of(target_of(model))
-    texts = prompts if prompts is not None else built_in_prompts(vocabulary, effort)
-    questions = ask(vocabulary.encode_all(texts), effort, has_tokenizer=vocabulary.tokenizer is not None)
+    assert config.speculative is not None, "a proof needs a drafter"
+    vocabulary = Vocabulary.of(config.model)
+    texts = choice.texts if choice.texts is not None else built_in_prompts(vocabulary, effort)
+    ids = vocabulary.encode_all(texts, choice.chat)
+    questions = ask(ids, effort, has_tokenizer=vocabulary.tokenizer is not None)
     if not questions:
         raise ValueError("there is no prompt to ask: give at least one")
     longest = max(question.final_len for question in questions)
-    drafter = speculative_for(model, speculative_config)
-    subject = Subject(model, drafter, dtype, device, max_model_len or longest, exact)
+    subject = Subject(replace(config, max_model_len=config.max_model_len or longest), config.speculative)
     with threads_for(vocabulary.num_parameters):
         certificate = Proof(subject, questions, effort, Watch(progress)).run()
     certificate.seconds = time.perf_counter() - begin

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from outrider.bench.prompts import PromptText, Vocabulary, random_prompts
@@ -33,20 +34,21 @@ QUICK = Effort(num_prompts=4, num_seeds=1, max_tokens=16, alone_every=4, others_
 FULL = Effort(num_prompts=12, num_seeds=2, max_tokens=32, alone_every=4, others_every=2, max_draws=6000)
 TEMPERATURES = (0.0, 0.7, 1.0)
 
+_raw = partial(PromptText, is_chat=False)
 # A quick run asks the first ones only. Many repeat themselves, so that an n-gram drafter has something to find.
 PROMPTS = (
-    PromptText("one two three four one two three four one two three four one two"),
+    _raw("one two three four one two three four one two three four one two"),
     PromptText("What is a good way to learn the names of birds?", is_chat=True),
-    PromptText("The cat sat on the mat. The dog sat on the rug. The cat sat on the mat. The dog sat on"),
+    _raw("The cat sat on the mat. The dog sat on the rug. The cat sat on the mat. The dog sat on"),
     PromptText("Say the sentence three times: The bus leaves at seven from the old market square.", is_chat=True),
-    PromptText("In the morning the harbour was quiet, and only the gulls knew that"),
-    PromptText("x = 1\ny = 2\nprint(x + y)\nx = 2\ny = 3\nprint(x + y)\nx = 3\ny = 4\n"),
+    _raw("In the morning the harbour was quiet, and only the gulls knew that"),
+    _raw("x = 1\ny = 2\nprint(x + y)\nx = 2\ny = 3\nprint(x + y)\nx = 3\ny = 4\n"),
     PromptText("Name three vegetables and say how to cook each of them.", is_chat=True),
-    PromptText("Row, row, row your boat. Row, row, row your boat. Row, row,"),
+    _raw("Row, row, row your boat. Row, row, row your boat. Row, row,"),
     PromptText("Two people stand at a river. There is one small boat. How do they both cross?", is_chat=True),
-    PromptText("name: Ada, age: 36, city: London\nname: Ben, age: 41, city: Paris\nname: Cleo, age: 29, city:"),
+    _raw("name: Ada, age: 36, city: London\nname: Ben, age: 41, city: Paris\nname: Cleo, age: 29, city:"),
     PromptText("Why do leaves fall in autumn?", is_chat=True),
-    PromptText("A recipe for bread: flour, water, salt and time. First mix the flour and the water. Then add"),
+    _raw("A recipe for bread: flour, water, salt and time. First mix the flour and the water. Then add"),
 )
 
 Extra = Callable[[Sequence[int], int], dict[str, Any]]  # prompt ids, max_tokens -> sampling options

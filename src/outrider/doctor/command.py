@@ -8,70 +8,50 @@ from typing import Annotated
 
 import typer
 
-from outrider.bench.options import (
-    AsJson,
-    Device,
-    Dtype,
-    MaxModelLen,
-    NumSpeculativeTokens,
-    PromptFile,
-    SpeculativeJson,
-    speculative_from,
-)
-from outrider.bench.prompts import read_prompts
-from outrider.certify.command import progress_bar
-from outrider.console import open_consoles
-from outrider.doctor.examination import FULL, examine
-from outrider.doctor.report import show_diagnosis
+from outrider.console import open_consoles, progress_bar
+from outrider.options import AsJson, ChatTemplate, DrafterArgument, EngineOptions, ModelArgument, PromptFile
+from outrider.startup import importing
 
-_TARGET_HELP = "Target: a directory, a .gguf file or a hub id. Default: the embedded model."
-_DRAFTER_HELP = "Drafter: a directory, a hub id, or a method's name."
-TargetName = Annotated[str | None, typer.Argument(metavar="TARGET", help=_TARGET_HELP)]
-DrafterName = Annotated[str | None, typer.Argument(metavar="DRAFTER", help=_DRAFTER_HELP)]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens in each answer.", metavar="N")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", help="Tokens in each answer.", metavar="N")]
 
 
 def doctor_command(
-    target: TargetName = None,
-    drafter: DrafterName = None,
+    options: EngineOptions,
+    target: ModelArgument = None,
+    drafter: DrafterArgument = None,
     prompts: PromptFile = None,
-    speculative_config: SpeculativeJson = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
-    max_tokens: MaxTokens = FULL.max_tokens,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    max_model_len: MaxModelLen = None,
+    chat_template: ChatTemplate = None,
+    max_tokens: MaxTokens = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find out why a drafter does not agree with its target, or that it does.
+    """Find out why a drafter does not agree with its target.
 
     Shows how every setting of the drafter was read and from where, measures its drafts on text that the target writes,
     and tries other readings of the same weights: the one that they were trained with drafts best.
 
-    Exit status 0: healthy. 1: dead, or read wrongly. 3: too little text to tell.
+    Exit status 0: healthy. 1: dead, faulty, or read wrongly. 3: too little text to tell.
 
     \b
     Examples:
       outrider doctor
-      outrider doctor TARGET DRAFTER
-      outrider doctor TARGET DRAFTER --prompts PROMPTS.jsonl --json
-      outrider doctor TARGET --speculative-config '{"model": "DRAFTER", "taps": [2, 16, 29]}'
+      outrider doctor MODEL DRAFTER
+      outrider doctor MODEL DRAFTER --prompts PROMPTS.jsonl --json
+      outrider doctor --model MODEL \\
+        --speculative-config '{"model": "DRAFTER", "taps": [2, 16, 29]}'
     """
-    if target is not None and drafter is None and speculative_config is None:
-        raise ValueError("give a drafter too: outrider doctor TARGET DRAFTER")
-    speculative = speculative_from(target, drafter, speculative_config, num_speculative_tokens)
+    options = options.named(target, drafter)
+    with importing():
+        from outrider.bench.prompts import PromptChoice, read_prompts
+        from outrider.doctor.examination import FULL, examine_config
+        from outrider.doctor.report import show_diagnosis
+    config = options.config()
+    if config.speculative is None:
+        raise ValueError("give a drafter too: outrider doctor MODEL DRAFTER")
+    effort = FULL if max_tokens is None else replace(FULL, max_tokens=max_tokens)
+    choice = PromptChoice(read_prompts(prompts) if prompts is not None else None, chat_template)
     consoles = open_consoles()
     with progress_bar(consoles.about) as progress:
-        diagnosis = examine(
-            target,
-            speculative,
-            prompts=read_prompts(prompts) if prompts is not None else None,
-            effort=replace(FULL, max_tokens=max_tokens),
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            progress=progress,
-        )
+        diagnosis = examine_config(config, choice, effort, progress)
     if as_json:
         typer.echo(json.dumps(diagnosis.to_dict()))
     else:

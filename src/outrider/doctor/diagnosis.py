@@ -8,8 +8,8 @@ from typing import Any
 from outrider.agreement import MIN_PLACES, Agreement
 from outrider.types import Resolved
 
-HEALTHY, MISREAD, DEAD, UNCLEAR = "healthy", "misread", "dead", "unclear"
-EXIT_STATUS = {HEALTHY: 0, MISREAD: 1, DEAD: 1, UNCLEAR: 3}  # 2 is a mistake in the command
+HEALTHY, FAULTY, MISREAD, DEAD, UNCLEAR = "healthy", "faulty", "misread", "dead", "unclear"
+EXIT_STATUS = {HEALTHY: 0, FAULTY: 1, MISREAD: 1, DEAD: 1, UNCLEAR: 3}  # 2 is a mistake in the command
 GOOD, NOTE, FAULT = "good", "note", "fault"
 FIRST_BUCKET = 64  # tokens of context; every further bucket is twice as wide
 
@@ -30,14 +30,21 @@ class Tried:
     name: str
     advice: str
     agreement: Agreement
-    gain: float = 0.0  # draft tokens more a round
+    as_read: float = 1.0  # accept length of the one it was compared with, over the places that both drafted at
+    gain: float = 0.0  # by how much this reading's accept length over these places is greater
     deviations: float = 0.0  # how many standard deviations of its own that is
     is_better: bool = False  # beyond doubt
+
+    @property
+    def accept_length(self) -> float:
+        """Over the places that both drafted at: one that was given up early has drafted at few of them."""
+        return self.as_read + self.gain
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "reading": self.name,
-            "accept_length": accept_length(self.agreement),
+            "accept_length": round(self.accept_length, 4),
+            "accept_length_as_read": round(self.as_read, 4),
             "gain": round(self.gain, 4),
             "deviations": round(self.deviations, 2),
             "is_better": self.is_better,
@@ -85,8 +92,12 @@ class Diagnosis:
         if len(self.agreement.places) < MIN_PLACES:
             return UNCLEAR
         if not self.agreement.is_dead:
-            return HEALTHY
+            return FAULTY if self.faults else HEALTHY
         return DEAD if self.is_text else UNCLEAR
+
+    @property
+    def faults(self) -> list[Finding]:
+        return [each for each in self.findings if each.level == FAULT]
 
     @property
     def exit_status(self) -> int:
@@ -103,6 +114,8 @@ class Diagnosis:
             return ["the answers were too short to tell: raise --max-tokens, or give other prompts with --prompts"]
         if self.verdict == HEALTHY:
             return []
+        if self.verdict == FAULTY:
+            return [f"{each.subject}: {each.message}" for each in self.faults]
         suspicions = [f"{each.subject}: {each.message}" for each in self.findings if each.level != GOOD]
         defaults = [name for name, each in self.provenance.items() if each.source.startswith("default")]
         if defaults:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.agreement import QUESTIONS, Agreement, fits, follow
-from outrider.bench.prompts import CHAT, REPETITION, PromptText, Vocabulary, random_prompts
+from outrider.bench.prompts import CHAT, REPETITION, PromptChoice, PromptText, Vocabulary, random_prompts
 from outrider.certify.proof import speculative_for, threads_for
+from outrider.config import EngineConfig
 from outrider.doctor.checks import Papers, static_findings, text_findings
 from outrider.doctor.diagnosis import Diagnosis, Identity
 from outrider.doctor.readings import Search, trials
@@ -72,29 +73,31 @@ def examine(
     *,
     prompts: Sequence[PromptText] | None = None,
     effort: Effort = FULL,
-    dtype: str = "auto",
-    device: str = "auto",
-    max_model_len: int | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Opens a target with a drafter and says how they get on. Without names, the embedded pair."""
+    config = EngineConfig(target_of(model), speculative_for(model, speculative_config))
+    return examine_config(config, PromptChoice(prompts), effort, progress)
+
+
+def examine_config(
+    config: EngineConfig, choice: PromptChoice, effort: Effort = FULL, progress: Progress | None = None
+) -> Diagnosis:
+    """The same for an engine of which everything was chosen."""
     begin = time.perf_counter()
-    speculative = replace(speculative_for(model, speculative_config), force=True)
-    vocabulary = Vocabulary.of(target_of(model))
-    asked = vocabulary.encode_all(prompts if prompts is not None else default_prompts(vocabulary, effort))
-    with threads_for(vocabulary.num_parameters):
-        llm = LLM(
-            model,
-            speculative,
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            max_num_seqs=min(len(asked), MAX_NUM_SEQS),
-            enable_prefix_caching=False,
-        )
-        with llm:
-            diagnosis = Examination(llm, asked, effort.max_tokens, progress).run()
-    diagnosis.is_text = prompts is not None or vocabulary.tokenizer is not None
+    assert config.speculative is not None, "an examination needs a drafter"
+    vocabulary = Vocabulary.of(config.model)
+    texts = choice.texts if choice.texts is not None else default_prompts(vocabulary, effort)
+    asked = vocabulary.encode_all(texts, choice.chat)
+    config = replace(
+        config,
+        speculative=replace(config.speculative, force=True),
+        max_num_seqs=min(len(asked), MAX_NUM_SEQS),
+        enable_prefix_caching=False,
+    )
+    with threads_for(vocabulary.num_parameters), LLM.from_config(config) as llm:
+        diagnosis = Examination(llm, asked, effort.max_tokens, progress).run()
+    diagnosis.is_text = choice.texts is not None or vocabulary.tokenizer is not None
     diagnosis.seconds = time.perf_counter() - begin
     return diagnosis
 

@@ -139,6 +139,13 @@ def compare(found: Agreement, before: Agreement, lookahead: int) -> tuple[float,
     return mean, mean / error if error else math.copysign(CERTAIN, mean) if mean else 0.0
 
 
+def mean_where_shared(found: Agreement, other: Agreement) -> float:
+    """The accept length of `found` over the places that both drafted at."""
+    shared = {(place.text, place.context_len) for place in other.places}
+    places = tuple(place for place in found.places if (place.text, place.context_len) in shared)
+    return Agreement(places, found.texts).mean_accept_length
+
+
 @dataclass(frozen=True)
 class Search:
     """Tries readings, keeps the best if it is better beyond doubt, and goes on from there: faults may add up."""
@@ -173,4 +180,5 @@ class Search:
             found = self.measure(other, trial.name, hopeless)
         gain, deviations = compare(found, before, drafter.lookahead)
         is_better = gain >= MIN_GAIN and deviations >= MIN_DEVIATIONS
-        return Tried(trial.name, trial.advice, found, gain, deviations, is_better)
+        as_read = mean_where_shared(before, found)
+        return Tried(trial.name, trial.advice, found, as_read, gain, deviations, is_better)

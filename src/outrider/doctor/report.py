@@ -11,6 +11,7 @@ from outrider.console import acceptance_bars
 from outrider.doctor.diagnosis import (
     DEAD,
     FAULT,
+    FAULTY,
     GOOD,
     HEALTHY,
     MISREAD,
@@ -21,10 +22,11 @@ from outrider.doctor.diagnosis import (
     accept_length,
 )
 
-VERDICT_STYLES = {HEALTHY: "green", MISREAD: "red", DEAD: "red", UNCLEAR: "yellow"}
+VERDICT_STYLES = {HEALTHY: "green", FAULTY: "red", MISREAD: "red", DEAD: "red", UNCLEAR: "yellow"}
 LEVEL_STYLES = {GOOD: "green", NOTE: "yellow", FAULT: "bold red"}
 HEADLINES = {
     HEALTHY: "HEALTHY: the drafter agrees with the target, and no other reading of it does better",
+    FAULTY: "FAULTY: the drafter agrees with the target, but something about it cannot be right",
     MISREAD: "MISREAD: the weights were trained with another reading than the checkpoint's own",
     DEAD: "DEAD: the drafter does not agree with the target",
     UNCLEAR: "UNCLEAR: there was too little text to tell",
@@ -78,17 +80,17 @@ def _acceptance(console: Console, diagnosis: Diagnosis) -> Table:
 
 
 def _readings(diagnosis: Diagnosis) -> Table:
-    table = _table("other readings of the same weights", "reading", "accept length", "difference")
-    table.add_row("as it was read", f"{accept_length(diagnosis.agreement):.2f}", "")
+    """Each beside the reading of the checkpoint, over the places that both drafted at."""
+    table = _table("other readings of the same weights, place by place", "reading", "accept length", "as read", "")
     for tried in diagnosis.tried:
         style = "bold green" if tried.is_better else ""
-        length = Text(f"{accept_length(tried.agreement):.2f}", style)
-        table.add_row(Text(tried.name, style), length, Text(_difference(tried), style or "dim"))
+        lengths = Text(f"{tried.accept_length:.2f}", style), f"{tried.as_read:.2f}"
+        table.add_row(Text(tried.name, style), *lengths, Text(_difference(tried), style or "dim"))
     return table
 
 
 def _difference(tried: Tried) -> str:
-    return f"{tried.gain:+.2f} a round ({tried.deviations:+.1f} sigma)"
+    return f"{tried.gain:+.2f} ({tried.deviations:+.1f} sigma)"
 
 
 def _verdict(diagnosis: Diagnosis) -> Panel:

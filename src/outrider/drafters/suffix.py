@@ -27,11 +27,7 @@ class Suffix(Drafter):
         super().__init__()
         self.lookahead = settings.num_speculative_tokens
         self.settings = settings
-        self.cache = SuffixCache(
-            settings.suffix_decoding_max_tree_depth,
-            settings.suffix_decoding_max_cached_requests,
-            settings.suffix_decoding_max_cached_tokens,
-        )
+        self.forget()
 
     @classmethod
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Suffix:
@@ -46,6 +42,14 @@ class Suffix(Drafter):
 
     def learn(self, tokens: Sequence[int], tenant: str | None) -> None:
         self.cache.add(tokens, tenant)
+
+    def forget(self) -> None:
+        """Starts with an empty memory: nothing of any earlier request is left."""
+        self.cache = SuffixCache(
+            self.settings.suffix_decoding_max_tree_depth,
+            self.settings.suffix_decoding_max_cached_requests,
+            self.settings.suffix_decoding_max_cached_tokens,
+        )
 
     def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
         if not step.depth:

@@ -29,7 +29,7 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         return dequantised(SafetensorsCheckpoint(path))
     if path.is_file():
         return _open_file(path)
-    if isinstance(source, str) and _is_hub_id(source):
+    if isinstance(source, str) and is_hub_id(source):
         return dequantised(_open_from_hub(source))
     raise ValueError(f"{source} does not exist; give a checkpoint directory, a .gguf file, or a hub id like org/name")
 
@@ -140,7 +140,8 @@ def _open_file(path: Path) -> Checkpoint:
     return GgufCheckpoint(path)
 
 
-def _is_hub_id(source: str) -> bool:
+def is_hub_id(source: str) -> bool:
+    """Whether a name has the form of a hub id, org/name."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.endswith(".gguf") and source[0] != "."
 
 

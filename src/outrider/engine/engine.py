@@ -1,5 +1,5 @@
 """The engine: requests go in, and round by round their tokens come out.
-A round is launched, then its outcome is read; on a GPU the next one is launched before, so that the device never waits."""
+A round is launched, then its outcome is read; on a GPU the next one is launched before, so that it never waits."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ class Engine:
         shape = cache_shape(config, target, drafter, budget)
         self.cache = Cache(shape, models, config.torch_device, next(target.parameters()).dtype)
         # more rows bring nothing, and keep those waiting who decode; but everybody must be able to move in every round
-        num_rows = (
-            min(config.max_num_batched_tokens, NUM_ROWS[-1]) if records(config) else config.max_num_batched_tokens
-        )
+        most = config.max_num_batched_tokens
+        num_rows = min(most, NUM_ROWS[-1]) if records(config) else most
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max(num_rows, config.max_num_seqs * (1 + self.lookahead)),
@@ -286,8 +285,8 @@ class Engine:
 
     @contextmanager
     def drafting_with(self, drafter: Drafter | None, policy: DepthPolicy) -> Iterator[None]:
-        """For a while another drafter drafts, which shares the cached layers of the engine's own, or another policy says
-        how much."""
+        """For a while another drafter drafts, which shares the cached layers of the engine's own, or another policy
+        says how much."""
         assert not self.has_work, "the drafter of an engine at work cannot be changed"
         before, self.drafting = self.drafting, Drafting(drafter, policy, self.runner)
         self.drafting.predicting = before.predicting

@@ -1,5 +1,5 @@
 """Rounds as CUDA graphs: recorded once for every size, then replayed with whoever is seated. A recording is keyed by
-sizes and by what is asked of sampling, never by how rows are shared out among requests. Knows no model and no method."""
+sizes and by what is asked of sampling, never by how rows are shared out among requests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from outrider.types import RoundShape, Seats, Step
 
 # numbers of requests that rounds are recorded for; those in between take the next larger one
 NUM_SEATS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 64,
-             72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 176, 192, 208, 224, 240, 256, 320, 384, 448, 512)  # fmt: skip
-# rows of rounds in which prompts are read, and how many requests have room in each. On an H200 the linears of an 8B read
-# 53,000 tokens a second at 1,024 and at 2,048 rows, 49,000 at 8,192: there is nothing to be had from more.
+             72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 176, 192, 224, 256, 320, 384, 448, 512)  # fmt: skip
+# rows of rounds in which prompts are read, and how many requests have room in each. On an H200 the linears of an 8B
+# read 53,000 tokens a second at 1,024 and at 2,048 rows, 49,000 at 8,192: there is nothing to be had from more.
 NUM_ROWS = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 FEW_SEATS = (8, 16, 32, 64, 128, 256, 512)
 
@@ -125,7 +125,7 @@ class Graphs:
                 self._recordings[key] = self._record(key)
 
     def usual_shapes(self, depths: Sequence[int], max_rows: int, *, may_rest: bool) -> list[RoundShape]:
-        """All that fitted() says for rounds of so many rows, with such depths: everybody decodes, or prompts are read."""
+        """All that fitted() says for rounds of so many rows, with such depths."""
         max_len = self._runner.cache.shape.max_len
         shapes = []
         for depth in depths:

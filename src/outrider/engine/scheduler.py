@@ -132,13 +132,7 @@ class Scheduler:
         waiting = waiting if wish is None else min(waiting, wish)
         num_drafts = min(waiting, remaining - 1, max(self.limits.lookahead, budget // num_left - 1))
         num_rows = request.whole(start, min(pending + max(num_drafts, 0), budget))
-        return self._made(
-            request, min(pending, num_rows), max(num_rows - pending, 0), num_rows >= pending, start, depth
-        )
-
-    def _made(self, request: Request, pending: int, allowed: int, emits: bool, start: int, depth: int) -> Work:
-        end = start + pending + allowed
-        return Work(request, pending, allowed, emits, end, depth if emits else 0, admission=request.num_admissions)
+        return _rows_of(request, start, num_rows, pending, depth)
 
     def _reserve(self, request: Request, work: Work, plan: list[Work], *, may_preempt: bool) -> bool:
         """Pages for the rows and the draft that follows, taking them from younger requests if it must and may. Rows
@@ -178,7 +172,7 @@ class Scheduler:
             self.stats.queried += len(request.prompt)
             self.stats.hit += start
         self.running.append(request)
-        return self._made(request, num_rows, 0, num_rows == pending, start, depth)
+        return _rows_of(request, start, num_rows, pending, depth)
 
     def _reusable(self, request: Request) -> list[bytes]:
         """Names of the pages it could reuse. The last token must be run for its logits; so must a prompt whose
@@ -258,6 +252,20 @@ class Scheduler:
 
     def _final_len(self, request: Request) -> int:
         return len(request.tokens) + request.remaining(self.limits.max_model_len)
+
+
+def _rows_of(request: Request, start: int, num_rows: int, num_known: int, depth: int) -> Work:
+    """So many rows, of which the first `num_known` at most hold known tokens, and the others drafts."""
+    emits = num_rows >= num_known
+    return Work(
+        request,
+        pending=min(num_known, num_rows),
+        allowed=max(num_rows - num_known, 0),
+        emits=emits,
+        end=start + num_rows,
+        depth=depth if emits else 0,
+        admission=request.num_admissions,
+    )
 
 
 def _is_reading(request: Request) -> bool:

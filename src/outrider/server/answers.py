@@ -44,7 +44,8 @@ class SpeculativeDecoding(_Answer):
     mean_acceptance_length: float
     draft_acceptance_rate: float
     acceptance_histogram: list[int]
-    num_spec_steps: int
+    num_spec_steps: int  # rounds that had a draft
+    num_rounds: int  # all of them
     num_accepted_draft_tokens: int
     num_draft_tokens: int
 

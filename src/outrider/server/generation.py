@@ -159,7 +159,8 @@ def usage(job: Job, num_generated: int) -> dict[str, Any]:
 
 
 def metrics_of(speculations: Sequence[Speculation]) -> dict[str, Any] | None:
-    """vLLM's shape, and as there for a single sequence only."""
+    """vLLM's shape, and as there for a single sequence only. The acceptance length is over all rounds of the request,
+    as in the log and in `Speculation`; the histogram is of those that had a draft."""
     if len(speculations) != 1 or not speculations[0].drafted:
         return None
     made = speculations[0]
@@ -168,10 +169,11 @@ def metrics_of(speculations: Sequence[Speculation]) -> dict[str, Any] | None:
     histogram = [more - fewer for more, fewer in pairwise(reached)]
     return {
         "speculative_decoding": {
-            "mean_acceptance_length": 1 + made.accepted / num_steps,
+            "mean_acceptance_length": made.accept_length,
             "draft_acceptance_rate": made.accepted / made.drafted,
             "acceptance_histogram": histogram,
             "num_spec_steps": num_steps,
+            "num_rounds": made.rounds,
             "num_accepted_draft_tokens": made.accepted,
             "num_draft_tokens": made.drafted,
         }

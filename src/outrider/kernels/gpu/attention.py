@@ -136,8 +136,8 @@ def _attend(
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
-    """A program has a few rows of one request, with all query heads that share a key head, and every `parts`-th block of
-    keys. Rows and heads are laid out as row * GROUP + head. SPLIT: blocks that all rows see are computed apart."""
+    """A program has a few rows of one request, with all query heads that share a key head, and every `parts`-th block
+    of keys. Rows and heads are laid out as row * GROUP + head. SPLIT: blocks that all rows see are computed apart."""
     item = items + tl.program_id(0) * ITEM
     request = tl.load(item)
     if request < 0:
@@ -181,8 +181,8 @@ def _attend(
         if full > low:
             best, weight, total = _attend_blocks(
                 best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, full,
-                part, parts, key_row, value_row, first_key, scale, softcap, PAGE, True, WINDOW, SOFTCAP, DIM, MAIN, REST,
-                VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
+                part, parts, key_row, value_row, first_key, scale, softcap, PAGE, True, WINDOW, SOFTCAP, DIM, MAIN,
+                REST, VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
             )  # fmt: skip
         best, weight, total = _attend_blocks(
             best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, full, full_end,
@@ -292,8 +292,9 @@ def paged_attention(
         work.items, work.counters, q, k_pages, v_pages, table, keys.query_start, keys.indices,
         keys.indices if last_key is None else last_key, out if sinks is None else sinks, out, partial, maxima, sums,
         q.stride(0), q.stride(1), k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2),
-        table.stride(0), scale * LOG2_E, softcap * LOG2_E, num_heads, num_kv_heads, keys.first_key, keys.page_size, ITEM=ITEM,
-        SPLIT=parts is None and block_m >= 64, GROUP=group, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
+        table.stride(0), scale * LOG2_E, softcap * LOG2_E, num_heads, num_kv_heads, keys.first_key, keys.page_size,
+        ITEM=ITEM, SPLIT=parts is None and block_m >= 64,
+        GROUP=group, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
         SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
         BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=block_m, BLOCK_N=block_n,
         IEEE=q.dtype == torch.float32, num_warps=WARPS, num_stages=STAGES,
