@@ -31,10 +31,11 @@ def serve(llm: LLM) -> Serve:
         drain: float = 5.0,
         parsers: ParserNames | None = None,
         other: LLM | None = None,
+        exit_on_death: bool = True,
     ) -> Iterator[Running]:
         access = access or access_for("127.0.0.1")
         application = Application(other or llm, "default", limits or Limits(), access, parsers)
-        server = Server(application, "127.0.0.1", 0, drain)
+        server = Server(application, "127.0.0.1", 0, drain, exit_on_death=exit_on_death)
         thread = threading.Thread(target=server.run)
         thread.start()
         wait_for(lambda: server.started)

@@ -13,7 +13,8 @@ from running import Running, Serve, wait_for
 
 from outrider import LLM
 from outrider.engine.request import Request
-from outrider.server.engine_thread import Limits
+from outrider.server import engine_thread
+from outrider.server.engine_thread import EngineThread, Limits
 
 MESSAGES = [{"role": "user", "content": "Tell me about walking in nature."}]
 LONG = {"messages": MESSAGES, "temperature": 0, "max_tokens": 1500, "ignore_eos": True}
@@ -83,10 +84,10 @@ def _break_step_of(llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int) -> None
     """Steps raise while this request takes part."""
     honest = llm.engine.runner.pack
 
-    def pack(plan: Any, depth: int) -> Any:
+    def pack(plan: Any, shape: Any) -> Any:
         if any(work.request.seed == seed and work.request.num_outputs >= 3 for work in plan):
             raise RuntimeError("secret detail")
-        return honest(plan, depth)
+        return honest(plan, shape)
 
     monkeypatch.setattr(llm.engine.runner, "pack", pack)
 
@@ -182,3 +183,105 @@ def test_a_second_signal_ends_it_now(serve: Serve) -> None:
             assert "shutting_down" in "".join(lines)
         running.thread.join(10)
         assert not running.thread.is_alive()
+
+
+# the engine's thread ends
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing that looks for those catches it."""
+
+
+def _die_before_the_loop(patch: pytest.MonkeyPatch, llm: LLM) -> None:
+    def killed(device: Any) -> None:
+        raise Killed
+
+    patch.setattr(engine_thread, "_make_current", killed)
+
+
+def _die_in_the_loop(patch: pytest.MonkeyPatch, llm: LLM) -> None:
+    def killed(self: EngineThread) -> None:
+        if self._sequences:
+            raise Killed
+
+    patch.setattr(EngineThread, "_expire", killed)
+
+
+def _die_while_jobs_are_taken(patch: pytest.MonkeyPatch, llm: LLM) -> None:
+    def killed(self: EngineThread, job: Any) -> None:
+        raise Killed
+
+    patch.setattr(EngineThread, "_take", killed)
+
+
+def _die_in_a_step(patch: pytest.MonkeyPatch, llm: LLM) -> None:
+    honest, steps = llm.engine.step, iter(range(10**6))
+
+    def killed() -> Any:
+        if next(steps) > 2:
+            raise Killed
+        return honest()
+
+    patch.setattr(llm.engine, "step", killed)
+
+
+@pytest.mark.parametrize("kill", [_die_before_the_loop, _die_in_the_loop, _die_while_jobs_are_taken, _die_in_a_step])
+def test_the_engine_ends(serve: Serve, llm: LLM, monkeypatch: pytest.MonkeyPatch, kill: Any) -> None:
+    """Whoever waits is told within a second, and so is whoever comes later; health says so."""
+    with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
+        kill(patch, llm)
+        with serve(exit_on_death=False) as running:
+            answers = [pool.submit(running.post, PATH, LONG) for _ in range(6)]  # more than run at once
+            wait_for(lambda: running.engine.is_dead)
+            begin = time.monotonic()
+            for answer in [*(each.result() for each in answers), running.post(PATH, SHORT)]:
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+                assert "fault-" in answer.text
+            assert time.monotonic() - begin < 1.5
+            for path in ("/health/live", "/health/ready", "/health/decode"):
+                assert running.get(path).status_code == 503
+            assert running.engine.is_idle
+    _leave_nothing(llm)
+
+
+def test_the_process_ends_with_its_engine(serve: Serve, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, serve(exit_on_death=True) as running:
+        _die_in_a_step(patch, llm)
+        with contextlib.suppress(httpx.HTTPError):
+            running.post(PATH, SHORT)
+        running.thread.join(10)
+        assert not running.thread.is_alive()
+        assert running.engine.is_dead
+    _leave_nothing(llm)
+
+
+def _leave_nothing(llm: LLM) -> None:
+    """The next server has the same engine."""
+    for request in list(llm.engine.scheduler.running) + list(llm.engine.scheduler.waiting):
+        llm.engine.abort(request)
+
+
+def test_a_step_that_fails_before_anyone_is_admitted(
+    serve: Serve, llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first in line is failed, not everybody; and a fault that stays ends the loop instead of filling the log."""
+    honest = llm.engine.scheduler._admit
+
+    def admit(request: Request, *rest: Any) -> Any:
+        if request.seed == 666:
+            raise RuntimeError("secret detail")
+        return honest(request, *rest)
+
+    with serve(exit_on_death=False) as running, monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
+        patch.setattr(llm.engine.scheduler, "_admit", admit)
+        answers = list(pool.map(lambda seed: running.post(PATH, SHORT | {"seed": seed}), (666, 1, 2)))
+        assert [answer.status_code for answer in answers] == [500, 200, 200]
+
+        def broken(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("secret detail")
+
+        patch.setattr(llm.engine.scheduler, "next", broken)
+        codes = {running.post(PATH, SHORT).status_code for _ in range(engine_thread.BROKEN_AFTER + 1)}
+        assert codes == {500, 503}
+        assert running.engine.is_dead
+    assert caplog.text.count("secret detail") < 4 * engine_thread.BROKEN_AFTER

@@ -68,6 +68,14 @@ Deadline = Annotated[
 Stall = Annotated[
     float, option(_LIMITS, "--stall-timeout", metavar="X", help="Seconds without progress: unhealthy.", min=1)
 ]
+ExitOnDeath = Annotated[
+    bool,
+    option(
+        _LIMITS,
+        "--exit-on-engine-death/--no-exit-on-engine-death",
+        help="End the process (status 1) when the engine has ended.",
+    ),
+]
 Drain = Annotated[
     float, option(_LIMITS, "--shutdown-timeout", metavar="X", help="Seconds to finish in after SIGTERM.", min=0)
 ]
@@ -104,6 +112,7 @@ class LimitOptions:
     request_timeout: Deadline = 600.0
     stall_timeout: Stall = 60.0
     shutdown_timeout: Drain = 30.0
+    exit_on_engine_death: ExitOnDeath = True
 
 
 def serve_command(
@@ -163,8 +172,11 @@ def serve_command(
         log("listening", host=given.host, port=port, model=served, max_model_len=llm.max_model_len)
         url = f"http://{f'[{given.host}]' if ':' in given.host else given.host}:{port}"
         show_note(open_consoles().about, f"{served} at {url}/v1, playground at {url}/")
-        Server(application, given.host, port, limit_options.shutdown_timeout).run(sockets=sockets)
+        exits, drain = limit_options.exit_on_engine_death, limit_options.shutdown_timeout
+        Server(application, given.host, port, drain, exit_on_death=exits).run(sockets=sockets)
         log("ended")
+        if application.engine.is_dead:
+            raise SystemExit(1)
 
 
 def _loaded(config: EngineConfig) -> LLM:

@@ -14,8 +14,16 @@ import torch
 from outrider.engine.request import Request
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput
-from outrider.server.errors import ApiError, bad_request, internal_error, past_deadline, shutting_down, too_busy
-from outrider.server.faults import blame, discard
+from outrider.server.errors import (
+    ApiError,
+    bad_request,
+    engine_has_ended,
+    internal_error,
+    past_deadline,
+    shutting_down,
+    too_busy,
+)
+from outrider.server.faults import blame, discard, suspects_of
 from outrider.server.job import Accepted, Event, Job, Piece, send_all
 from outrider.server.log import log
 from outrider.server.metrics import Metrics, Round
@@ -62,10 +70,12 @@ class EngineThread:
         metrics.watch(llm.engine)
         self._wake = threading.Condition()
         self._new: deque[Job] = deque()
+        self._taken: deque[Job] = deque()  # out of _new, and not yet given to the engine
         self._unwanted: deque[tuple[Job, ApiError]] = deque()
         self._num_sequences = 0  # in flight; guarded by _wake, as are the next two
         self._num_prompt_tokens = 0
         self._stopping = False
+        self._death: ApiError | None = None  # what everybody is told once the thread has ended
         self._sequences: list[_Sequence] = []
         self._outgoing: list[tuple[Job, Event]] = []  # what the step has brought
         self._job_seconds = 1.0  # of late
@@ -89,6 +99,8 @@ class EngineThread:
 
     def check_room(self, num_sequences: int, num_tokens: int = 0) -> None:
         """Raises ApiError where there is none for so many more."""
+        if self._death is not None:
+            raise self._refused(self._death)
         if self.draining or self._stopping:
             raise self._refused(shutting_down())
         if num_sequences > self.capacity:
@@ -131,7 +143,12 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive() and self._faults_in_row < BROKEN_AFTER
+        return self._thread.is_alive() and self._death is None
+
+    @property
+    def is_dead(self) -> bool:
+        """It has ended, and not because it was told to."""
+        return self._death is not None
 
     @property
     def is_stalled(self) -> bool:
@@ -149,17 +166,21 @@ class EngineThread:
     # the thread
 
     def _run(self) -> None:
-        device = self.llm.config.torch_device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # which device is current is every thread's own affair
         try:
+            _make_current(self.llm.config.torch_device)
             self._loop()
-        except Exception as error:  # beyond repair: nobody is left waiting, and /health/live says so
-            reason = internal_error(error)
-            with self._wake:
-                self._stopping = True
-                jobs = {sequence.job: None for sequence in self._sequences} | dict.fromkeys(self._new)
-            for job in jobs:
+        except BaseException as error:  # beyond repair: nobody is left waiting, and /health/live says so
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        """Everybody who waits is told, and so is everybody who comes later."""
+        reason = engine_has_ended(error)
+        with self._wake:
+            self._death = reason
+            waiting = [*(sequence.job for sequence in self._sequences), *self._taken, *self._new]
+            self._num_sequences = self._num_prompt_tokens = 0
+        for job in dict.fromkeys(waiting):
+            if not job.closed:
                 job.send(reason)
                 job.closed = True
 
@@ -168,12 +189,14 @@ class EngineThread:
             with self._wake:
                 while not (self._new or self._unwanted or self._sequences or self._stopping):
                     self._wake.wait()
-                new, unwanted = list(self._new), list(self._unwanted)
+                unwanted = list(self._unwanted)
+                self._taken.extend(self._new)
                 self._new.clear()
                 self._unwanted.clear()
                 stopping = self._stopping
-            for job in new:
-                self._take(job)
+            while self._taken:
+                self._take(self._taken[0])
+                self._taken.popleft()
             for job, reason in unwanted:
                 self._end(job, reason)
             if stopping:
@@ -295,16 +318,24 @@ class EngineThread:
     # faults
 
     def _handle(self, error: Exception) -> None:
-        """Those to blame are failed; the others go on."""
+        """Those to blame are failed; the others go on. A fault that stays ends the engine."""
         self._faults_in_row += 1
+        if self._faults_in_row >= BROKEN_AFTER:
+            raise error
         reason = internal_error(error)
-        running = set(self._engine.scheduler.running)
+        suspects = set(suspects_of(self._engine))
         guilty = set(blame(self._engine))
-        for sequence in [each for each in self._sequences if each.request in running]:
+        for sequence in [each for each in self._sequences if each.request in suspects]:
             sequence.num_faults += not guilty
             if sequence.request in guilty or sequence.num_faults >= MAX_FAULTS:
                 sequence.request.error = reason.message
                 self._end(sequence.job, reason)
+
+
+def _make_current(device: torch.device) -> None:
+    """Which device is current is every thread's own affair."""
+    if device.type == "cuda":
+        torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _piece(sequence: _Sequence) -> Piece:

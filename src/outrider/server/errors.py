@@ -58,6 +58,14 @@ def internal_error(error: BaseException) -> ApiError:
     return ApiError(500, f"internal error; the server's log knows it as {reference}", "internal_error")
 
 
+def engine_has_ended(error: BaseException) -> ApiError:
+    """Nothing can be generated any more: the process must be started again."""
+    reference = f"fault-{secrets.token_hex(6)}"
+    log_fault(reference, error)
+    message = f"the engine has ended and the server must be started again; its log knows why as {reference}"
+    return ApiError(503, message, "engine_dead", retry_after=30)
+
+
 def clean(text: str, names: Mapping[str, str] | None = None) -> str:
     """Short, valid Unicode, and with what is private replaced ({private: shown})."""
     for private, shown in (names or {}).items():

@@ -7,17 +7,19 @@ from outrider.engine.engine import Engine
 from outrider.engine.request import Request
 
 
+def suspects_of(engine: Engine) -> list[Request]:
+    """Who may have made a step fail: those who run, and the one who would have been admitted next."""
+    return [*engine.scheduler.running, *list(engine.scheduler.waiting)[:1]]
+
+
 def blame(engine: Engine) -> list[Request]:
     """The requests to fail; empty where each of them runs well alone. Nothing is left running."""
-    suspects = list(engine.scheduler.running)
+    suspects = suspects_of(engine)
     _send_back(engine)
     torn = [request for request in suspects if not _is_whole(request)]
     if torn:  # the host broke off in the middle of a request, so it was that one
         return torn
-    unfinished = [request for request in suspects if not request.finished]
-    if len(unfinished) == 1:
-        return unfinished
-    return [request for request in unfinished if not _runs_alone(engine, request)]
+    return [request for request in suspects if not request.finished and not _runs_alone(engine, request)]
 
 
 def discard(engine: Engine, request: Request) -> None:

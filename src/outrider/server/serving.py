@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from types import FrameType
 
@@ -16,9 +17,12 @@ FLUSH_SECONDS = 5  # for answers that are on their way to a slow client
 
 
 class Server(uvicorn.Server):
-    """After the first SIGTERM or SIGINT running requests finish, for `drain` seconds at most; new ones are refused."""
+    """After the first SIGTERM or SIGINT running requests finish, for `drain` seconds at most; new ones are refused.
+    With `exit_on_death` it also ends when the engine has, so that whoever supervises the process starts it again."""
 
-    def __init__(self, application: Application, host: str, port: int, drain: float = 30.0) -> None:
+    def __init__(
+        self, application: Application, host: str, port: int, drain: float = 30.0, *, exit_on_death: bool = True
+    ) -> None:
         config = uvicorn.Config(
             application.asgi,
             host=host,
@@ -36,6 +40,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._engine = application.engine
         self._drain = drain
+        self._exit_on_death = exit_on_death
         self._num_signals = 0
         self._drain_until: float | None = None
 
@@ -48,6 +53,9 @@ class Server(uvicorn.Server):
             log("draining", requests=self._engine.num_sequences)
             self._engine.drain()
             self._drain_until = time.monotonic() + self._drain
+        if self._engine.is_dead and self._exit_on_death:
+            log("exiting", logging.ERROR, reason="the engine has ended")
+            return True
         if self._num_signals > 1:
             self.force_exit = True
             self._engine.stop()
