@@ -143,7 +143,7 @@ def test_attention_shares_out_work(wanted: int, window: int, monkeypatch: pytest
     (work,) = keys.memo.values()
     assert not work.counters.any(), "whoever puts parts together leaves the counter as it was"
     items = [item for item in work.items.tolist() if item[0] >= 0]
-    blocks = {(request, block): parts for request, block, _, parts, *_ in items}
+    blocks = {(request, block): parts for request, _, _, block, _, parts, *_ in items}
     assert len(items) == sum(blocks.values())
     assert {request for request, _ in blocks} == {0, 1, 3}
     longest = blocks[3, 0]

@@ -13,12 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 WANTED_PROGRAMS = 264  # enough to keep every multiprocessor busy
-LEAST_KEYS = 256  # that are worth a program of their own
+LEAST_KEYS = 128  # that are worth a program of their own
 MAX_PARTS = 64
 BLOCK_BYTES = 65536  # of keys and values that a program reads at a time
 WARPS, STAGES = 4, 2
+MANY_ROWS = 256  # of a request on average: larger blocks of them pay
 LOG2_E = 1.4426950408889634  # scores are kept in units of log 2: powers of two are what a device computes
-ITEM = 6  # numbers of an item of work: request, block of rows, part, number of parts, first part's place, block's place
+# numbers of an item of work: request (-1: there is none), its first row, number of rows, block of rows, part, number of
+# parts, where the first part is kept, and which counter counts them
+ITEM = 8
 
 
 @triton.jit
@@ -47,24 +50,27 @@ def _list_work(
         parts = tl.full((BLOCK_B,), exact_parts, dtype=tl.int32)
     else:
         share = tl.maximum(tl.cdiv(tl.sum(blocks.to(tl.int64) * keys), wanted), LEAST).to(tl.int32)
-        parts = tl.minimum(tl.maximum(tl.cdiv(keys, share), 1), MOST)
+        parts = tl.minimum(tl.maximum((keys + share // 2) // share, 1), MOST)
     count = blocks * parts
     mine = seat == number
     first = tl.sum(tl.where(seat < number, count, 0))
     first_block = tl.sum(tl.where(seat < number, blocks, 0))
     own_parts = tl.sum(tl.where(mine, parts, 0))
     own_count = tl.sum(tl.where(mine, count, 0))
+    own_begin, own_rows = tl.sum(tl.where(mine, begin, 0)), tl.sum(tl.where(mine, rows, 0))
     for shift in range(0, own_count, CHUNK):
         place = shift + tl.arange(0, CHUNK)
         block = place // own_parts
         at = items + (first + place) * ITEM
         fits = place < own_count
         tl.store(at, number + place * 0, mask=fits)
-        tl.store(at + 1, block, mask=fits)
-        tl.store(at + 2, place % own_parts, mask=fits)
-        tl.store(at + 3, own_parts + place * 0, mask=fits)
-        tl.store(at + 4, first + block * own_parts, mask=fits)
-        tl.store(at + 5, first_block + block, mask=fits)
+        tl.store(at + 1, own_begin + place * 0, mask=fits)
+        tl.store(at + 2, own_rows + place * 0, mask=fits)
+        tl.store(at + 3, block, mask=fits)
+        tl.store(at + 4, place % own_parts, mask=fits)
+        tl.store(at + 5, own_parts + place * 0, mask=fits)
+        tl.store(at + 6, first + block * own_parts, mask=fits)
+        tl.store(at + 7, first_block + block, mask=fits)
     if number == num_requests - 1:
         for shift in range(first + own_count, num_items, CHUNK):
             place = shift + tl.arange(0, CHUNK)
@@ -85,27 +91,24 @@ def _attend_blocks(
     for number in range(low + (part - low % parts + parts) % parts, high, parts):
         key = number * BLOCK_N + tl.arange(0, BLOCK_N)
         exists = (key < end) & (key >= begin)
-        if MASKED:
-            page = tl.load(table + key // PAGE, mask=exists, other=0).to(tl.int64)
-        else:
-            page = tl.load(table + key // PAGE).to(tl.int64)
+        page = tl.load(table + key // PAGE, mask=key < end, other=0).to(tl.int64)
         location = page * PAGE + key % PAGE
         key_at = keys_at + location * key_row
         value_at = values_at + location * value_row
         if MASKED:
-            keys = tl.load(key_at[None, :] + place[:, None], mask=exists[None, :] & (place < DIM)[:, None], other=0.0)
+            keys = tl.load(key_at[:, None] + place[None, :], mask=exists[:, None] & (place < DIM)[None, :], other=0.0)
             values = tl.load(
                 value_at[:, None] + value_place[None, :],
                 mask=exists[:, None] & (value_place < VALUE)[None, :], other=0.0,
             )  # fmt: skip
         else:
-            keys = tl.load(key_at[None, :] + place[:, None], mask=(place < DIM)[:, None], other=0.0)
+            keys = tl.load(key_at[:, None] + place[None, :], mask=(place < DIM)[None, :], other=0.0)
             values = tl.load(value_at[:, None] + value_place[None, :], mask=(value_place < VALUE)[None, :], other=0.0)
-        score = tl.dot(query, keys, input_precision=precision)
+        score = tl.dot(query, keys.T, input_precision=precision)
         if REST > 0:
             more = MAIN + tl.arange(0, REST)
-            keys = tl.load(key_at[None, :] + more[:, None], mask=exists[None, :] & (more < DIM)[:, None], other=0.0)
-            score += tl.dot(query_rest, keys, input_precision=precision)
+            keys = tl.load(key_at[:, None] + more[None, :], mask=exists[:, None] & (more < DIM)[None, :], other=0.0)
+            score += tl.dot(query_rest, keys.T, input_precision=precision)
         score *= scale
         if SOFTCAP:
             score = softcap * (1 - 2 / (1 + tl.exp2(2.8853900817779268 * score / softcap)))
@@ -129,9 +132,9 @@ def _attend_blocks(
 
 @triton.jit
 def _attend(
-    items, counters, q, k_pages, v_pages, page_table, query_start, indices, last_keys, sinks, out, partial, maxima,
-    sums, q_row, q_head, key_row, key_head, value_row, value_head, table_row, scale, softcap,
-    num_heads, num_kv_heads, first_key, PAGE: tl.constexpr, ITEM: tl.constexpr, SPLIT: tl.constexpr,
+    items, counters, q, k_pages, v_pages, page_table, indices, last_keys, sinks, out, partial, maxima, sums,
+    q_row, q_head, key_row, key_head, value_row, value_head, table_row, scale, softcap, num_heads, num_kv_heads,
+    first_key, PAGE: tl.constexpr, ITEM: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr, HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
@@ -139,13 +142,12 @@ def _attend(
     """A program has a few rows of one request, with all query heads that share a key head, and every `parts`-th block
     of keys. Rows and heads are laid out as row * GROUP + head. SPLIT: blocks that all rows see are computed apart."""
     item = items + tl.program_id(0) * ITEM
-    request = tl.load(item)
+    request, first_row, num_rows = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    block, part, parts = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+    first_part, counter = tl.load(item + 6).to(tl.int64), tl.load(item + 7)
     if request < 0:
         return
-    block, part, parts = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     kv_head = tl.program_id(1)
-    first_row = tl.load(query_start + request)
-    num_rows = tl.load(query_start + request + 1) - first_row
     lane = block * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = lane < num_rows * GROUP
     row = (first_row + lane // GROUP).to(tl.int64)
@@ -198,17 +200,16 @@ def _attend(
     fits = inside[:, None] & (value_place < VALUE)[None, :]
     if parts > 1:
         lanes = tl.arange(0, BLOCK_M)
-        first_part = tl.load(item + 4).to(tl.int64)
         stride = num_kv_heads * BLOCK_M
         at = ((first_part + part) * num_kv_heads + kv_head) * BLOCK_M + lanes
         tl.store(maxima + at, best)
         tl.store(sums + at, weight)
         tl.store(partial + at[:, None] * VALUE + value_place[None, :], total, mask=fits)
         tl.debug_barrier()  # all of this program's threads have written before it is counted
-        counter = counters + tl.load(item + 5) * num_kv_heads + kv_head
-        if tl.atomic_add(counter, 1, sem="acq_rel") < parts - 1:
+        counter_at = counters + counter * num_kv_heads + kv_head
+        if tl.atomic_add(counter_at, 1, sem="acq_rel") < parts - 1:
             return  # another program finishes later, and puts all parts together
-        tl.store(counter, 0)
+        tl.store(counter_at, 0)
         at = (first_part * num_kv_heads + kv_head) * BLOCK_M + lanes
         best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -252,7 +253,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class WorkList:
-    items: Tensor  # [W, ITEM] int32; request -1: none
+    items: Tensor  # [W, ITEM] int32
     counters: Tensor  # of parts that are finished, by block of rows and key head; 0 before and after every launch
 
 
@@ -278,6 +279,8 @@ def paged_attention(
     group = num_heads // num_kv_heads
     lanes = keys.max_rows * group
     block_m = 64 if lanes > 32 and dim <= 256 else 32 if lanes > 16 else 16
+    if block_m == 64 and dim <= 128 and num_rows >= MANY_ROWS * (len(keys.query_start) - 1):
+        block_m = 128  # nearly all are rows of prompts
     if parts is not None:
         block_m = 16
     work = _work(keys, group, num_kv_heads, block_m, window, parts)
@@ -286,10 +289,10 @@ def paged_attention(
     partial = torch.empty(places, value_dim, dtype=torch.float32, device=q.device)
     maxima, sums = torch.empty(2, places, dtype=torch.float32, device=q.device).unbind()
     last_key, table = keys.last_key, keys.page_table
-    block_n = BLOCK_BYTES // ((dim + value_dim) * q.element_size())
+    block_n = (BLOCK_BYTES // 2 if block_m == 64 else BLOCK_BYTES) // ((dim + value_dim) * q.element_size())
     block_n = min(max(1 << (block_n.bit_length() - 1), 32), 64 if q.dtype == torch.float32 else 128)  # a power of two
     _attend[(len(work.items), num_kv_heads)](
-        work.items, work.counters, q, k_pages, v_pages, table, keys.query_start, keys.indices,
+        work.items, work.counters, q, k_pages, v_pages, table, keys.indices,
         keys.indices if last_key is None else last_key, out if sinks is None else sinks, out, partial, maxima, sums,
         q.stride(0), q.stride(1), k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2),
         table.stride(0), scale * LOG2_E, softcap * LOG2_E, num_heads, num_kv_heads, keys.first_key, keys.page_size,
@@ -297,7 +300,8 @@ def paged_attention(
         GROUP=group, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
         SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
         BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=block_m, BLOCK_N=block_n,
-        IEEE=q.dtype == torch.float32, num_warps=WARPS, num_stages=STAGES,
+        IEEE=q.dtype == torch.float32,
+        num_warps=2 * WARPS if block_m == 128 else WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out
 
