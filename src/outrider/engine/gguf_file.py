@@ -1,12 +1,10 @@
-"""The GGUF container, read strictly: its metadata, where each tensor lies, and the values of a tensor.
-The `gguf` package is only asked to expand quantised blocks."""
+"""The GGUF container, read strictly: its metadata, and where each tensor lies."""
 
 import math
 import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy
@@ -45,6 +43,12 @@ class TensorEntry:
     @property
     def type_name(self) -> str:
         return TENSOR_TYPES[self.type_number][0]
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """Type number, elements per block, bytes per block."""
+        _, block_len, block_bytes = TENSOR_TYPES[self.type_number]
+        return self.type_number, block_len, block_bytes
 
 
 class Metadata:
@@ -167,26 +171,3 @@ class HeaderReader:
 
     def _broken(self, reason: str) -> ValueError:
         return ValueError(f"{self._path} is truncated or damaged: {reason}; download or convert it again")
-
-
-def import_gguf() -> ModuleType:
-    try:
-        import gguf
-    except ImportError as error:
-        raise ValueError("quantised GGUF files need the gguf package: pip install gguf") from error
-    return gguf
-
-
-def read_tensor(memory: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
-    """A copy of the tensor: plain types as stored, quantised ones in float32."""
-    raw = numpy.frombuffer(memory, numpy.uint8, entry.num_bytes, entry.offset)
-    if entry.type_name in PLAIN_TYPES:
-        return torch.from_numpy(raw.copy()).view(PLAIN_TYPES[entry.type_name]).view(entry.shape)
-    return torch.from_numpy(_dequantise(raw, entry)).view(entry.shape)
-
-
-def _dequantise(raw: numpy.ndarray, entry: TensorEntry) -> numpy.ndarray:
-    gguf = import_gguf()
-    _, block_len, block_bytes = TENSOR_TYPES[entry.type_number]
-    rows = raw.reshape(-1, entry.shape[-1] // block_len * block_bytes)
-    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(entry.type_number))

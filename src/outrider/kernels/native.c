@@ -51,6 +51,7 @@ enum {
 
 #include "vectors.c"
 #include "unpack.c"
+#include "dequantise.c"
 #include "linear.c"
 #include "rows.c"
 #include "attention.c"

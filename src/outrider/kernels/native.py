@@ -31,7 +31,18 @@ _GATED = struct.Struct("@2q 4q")
 _ARGMAX = struct.Struct("@2q 3q")
 _ROPE = struct.Struct("@7q 8q 6q 6q")
 _ATTENTION = struct.Struct("@7q 6q 2d 6q 6q")
-_OPERATIONS = ("linear", "rms_norm", "gated", "row_argmax", "rope_write", "paged_attention", "block", "mamba")
+_DEQUANTISE = struct.Struct("@2q 7q")
+_OPERATIONS = (
+    "linear",
+    "rms_norm",
+    "gated",
+    "row_argmax",
+    "rope_write",
+    "paged_attention",
+    "block",
+    "mamba",
+    "dequantise",
+)
 
 
 # ---- build and load ----
@@ -295,6 +306,20 @@ def paged_attention(
     )
     _native().paged_attention(work)
     return out
+
+
+def dequantise(blocks: Tensor, out: Tensor, kind: tuple[int, int, int], num_heads: int = 0) -> None:
+    """Rows of GGUF blocks (uint8, as in the file) as floats [N, K] in `out`.
+
+    `kind` is the number of the block's type in GGUF files, how many floats a block holds and how many bytes it takes.
+    With num_heads, rows lie in the interleaved pairs of rotary dimensions, and are written in halves."""
+    type_number, block_len, block_bytes = kind
+    num_rows, row_len = out.shape
+    assert row_len % block_len == 0, (out.shape, kind)
+    assert num_heads == 0 or num_rows % (2 * num_heads) == 0, (out.shape, num_heads)
+    source = _address(blocks, torch.uint8, num_rows * row_len // block_len * block_bytes)
+    sizes = type_number, num_rows, row_len, block_len, block_bytes, num_heads, torch.get_num_threads()
+    _native().dequantise(_DEQUANTISE.pack(source, _address(out), *sizes))
 
 
 # C sees addresses only: what it takes for granted is checked as they are taken.
