@@ -132,6 +132,7 @@ class EngineConfig:
     watchdog: WatchdogConfig | None = WatchdogConfig()
     enforce_eager: bool = False  # no CUDA graphs
     exact: bool = False  # on a GPU too, no token depends on what else is computed with it, to the last bit
+    threads: int | None = None  # of the CPU, for the whole process; None: as many as the machine has to spare
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_predicted_tokens <= 1024:

@@ -48,6 +48,7 @@ class LLM:
         watchdog: WatchdogConfig | bool = True,
         enforce_eager: bool = False,
         exact: bool = False,
+        threads: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         target, speculative = named_pair(model, speculative_config)
@@ -66,6 +67,7 @@ class LLM:
             watchdog=(WatchdogConfig() if watchdog else None) if isinstance(watchdog, bool) else watchdog,
             enforce_eager=enforce_eager,
             exact=exact,
+            threads=threads,
         )
         self.engine, self.budget = open_pair(self.config, progress)
         self.tokenizer = self.engine.tokenizer

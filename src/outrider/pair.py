@@ -20,6 +20,7 @@ from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
 from outrider.layers.exact import make_exact
 from outrider.layers.packing import pack_weights
 from outrider.models.base import Target
+from outrider.threads import threads
 from outrider.tokenizer import Tokenizer
 from outrider.types import Checkpoint
 
@@ -81,6 +82,7 @@ def _speculative(given: Speculative, own: str | None) -> SpeculativeConfig | Non
 
 def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, Budget]:
     """Builds both models, checks that everything fits, and only then reads weights and takes memory."""
+    _use_threads(config)
     checkpoint = open_checkpoint(config.model)
     drafter_checkpoint: Checkpoint | None = None
     try:
@@ -106,6 +108,8 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
             for module in (target, drafter):
                 if module is not None:
                     pack_weights(module)
+        if config.torch_device.type == "cpu":
+            target.register_forward_pre_hook(lambda *_: threads.adjust())
         if config.exact:  # of the target alone: what a drafter says is judged
             make_exact(target)
         engine = Engine(config, target, drafter, budget, tokenizer)
@@ -116,6 +120,13 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
         checkpoint.close()
         if drafter_checkpoint is not None:
             drafter_checkpoint.close()
+
+
+def _use_threads(config: EngineConfig) -> None:
+    if config.threads is not None:
+        threads.fix(config.threads)
+    else:
+        threads.follow()
 
 
 def _predicting(config: EngineConfig, engine: Engine) -> Drafter | None:
