@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from outrider.agreement import Checkup, check_up
-from outrider.config import EngineConfig, WatchdogConfig
+from outrider.config import EngineConfig, WatchdogConfig, batch_limits
 from outrider.drafters.base import Drafter
 from outrider.drafters.predicted import tokens_after
 from outrider.engine.checkpoint import open_checkpoint
@@ -39,10 +39,11 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         page_size: int = 16,
         kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         num_predicted_tokens: int = 16,
         watchdog: WatchdogConfig | bool = True,
@@ -52,16 +53,20 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         target, speculative = named_pair(model, speculative_config)
+        limits = batch_limits(device)
         self.config = EngineConfig(
             model=target,
             speculative=speculative,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs if max_num_seqs is None else max_num_seqs,
+            max_num_batched_tokens=(
+                limits.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
+            ),
             page_size=page_size,
             kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             num_predicted_tokens=num_predicted_tokens,
             watchdog=(WatchdogConfig() if watchdog else None) if isinstance(watchdog, bool) else watchdog,

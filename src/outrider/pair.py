@@ -99,7 +99,9 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
         tokenizer = load_tokenizer(checkpoint)
         if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:
             _check_tokenizers(tokenizer, load_tokenizer(drafter_checkpoint))
-        budget = plan_memory(_bounded(config, target), demand_of(target, drafter), parameter_bytes(target, drafter))
+        weight_bytes = parameter_bytes(target, drafter)
+        drafter_bytes = weight_bytes - parameter_bytes(target)
+        budget = plan_memory(_bounded(config, target), demand_of(target, drafter), weight_bytes, drafter_bytes)
         load_weights(target, checkpoint, progress)
         if drafter is not None and drafter_checkpoint is not None:
             load_weights(drafter, drafter_checkpoint, progress)
@@ -153,6 +155,8 @@ def demand_of(target: Target, drafter: Drafter | None) -> Demand:
         itemsize=next(target.parameters()).element_size(),
         lookahead=drafter.lookahead if drafter is not None else 0,
         model_max_len=target.max_len,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
     )
 
 
