@@ -26,6 +26,7 @@ from outrider.console import (
     show_comparison,
     show_error,
     show_matrix,
+    show_memory,
     show_note,
 )
 from outrider.conversation import Conversation, converse
@@ -231,6 +232,7 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     # A comparison computes every prompt afresh: found in the cache, it would flatter the drafter.
     with options.load(consoles, prefix_caching=not compare_plain) as llm:
+        show_memory(consoles.about, llm.budget)
         question = Question(_wrap_prompt(llm, text, image or [], chat_template), params)
         first = _run_and_show(llm, question, None if as_json else consoles)
         comparison = None
@@ -340,6 +342,7 @@ def chat(
     speculative = resolve_speculation(model, draft, no_draft, speculative_config, num_speculative_tokens)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, top_p=top_p, top_k=top_k)
     with ModelOptions(model, speculative, dtype, device, max_model_len).load(consoles) as llm:
+        show_memory(consoles.about, llm.budget)
         converse(Conversation(llm, params, consoles, system))
 
 

@@ -15,7 +15,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from outrider.agreement import CHECKING
 from outrider.engine.loader import Progress as OnProgress
+from outrider.engine.memory import Budget
 from outrider.matrix import Cell
 from outrider.measure import Comparison, Run
 from outrider.outputs import CompletionOutput
@@ -84,17 +86,19 @@ class StreamedText:
 
 @contextmanager
 def loading(console: Console) -> Iterator[OnProgress | None]:
-    """A bar for each checkpoint while its weights are read; None, and nothing shown, where nobody watches."""
+    """A bar for each checkpoint while its weights are read, and for whatever else takes its time; None, and nothing
+    shown, where nobody watches."""
     if not console.is_terminal:
         yield None
         return
-    columns = (TextColumn("loading {task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         tasks: dict[str, int] = {}
 
         def on_progress(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = progress.add_task(checkpoint_name(what), total=total)
+                name = what if what == CHECKING else f"loading {checkpoint_name(what)}"
+                tasks[what] = progress.add_task(name, total=total)
             progress.update(tasks[what], completed=done)  # type: ignore[arg-type]
 
         yield on_progress
@@ -115,6 +119,16 @@ def show_error(console: Console, error: Exception) -> None:
 
 def show_note(console: Console, note: str) -> None:
     console.print(Text(note, "dim"), soft_wrap=True)
+
+
+def show_memory(console: Console, budget: Budget) -> None:
+    """One line: what the weights and the cache take."""
+    show_note(console, f"memory: {budget.describe()}")
+
+
+def show_memory_table(console: Console, budget: Budget) -> None:
+    for name, value in budget.rows().items():
+        _row(console, name, Text(value))
 
 
 def show_card(console: Console, run: Run, method: str | None) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from outrider.agreement import Checkup, check_up
+from outrider.agreement import CHECKING, Checkup, check_up
 from outrider.config import EngineConfig, WatchdogConfig, batch_limits
 from outrider.drafters.base import Drafter
 from outrider.drafters.predicted import tokens_after
@@ -78,16 +79,16 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
         self._tower: VisionTower | None = None  # loaded with the first image
-        self.checkup = self._check_up()
+        self.checkup = self._check_up(progress)
 
     # the drafter
 
-    def _check_up(self) -> Checkup | None:
+    def _check_up(self, progress: Progress | None) -> Checkup | None:
         """Refuses a drafter that agrees with nothing the target says: it would only take time."""
         settings = self.config.speculative
         if settings is None or settings.force:
             return None
-        checkup = check_up(self.engine)
+        checkup = check_up(self.engine, partial(progress, CHECKING) if progress is not None else None)
         if checkup.is_dead:
             self.close()
             drafter = settings.model or settings.method

@@ -45,10 +45,10 @@ class Budget:
 
     def rows(self) -> dict[str, str]:
         """What takes memory, and how much."""
-        found = {"weights": gib(self.weight_bytes - self.drafter_bytes)}
+        found = {"weights": human(self.weight_bytes - self.drafter_bytes)}
         if self.drafter_bytes:
-            found["drafter"] = gib(self.drafter_bytes)
-        size = f"up to {gib(self.cache_bytes)}, taken as it is used" if self.grows else gib(self.cache_bytes)
+            found["drafter"] = human(self.drafter_bytes)
+        size = f"up to {human(self.cache_bytes)}, taken as it is used" if self.grows else human(self.cache_bytes)
         found["cache"] = f"{size} ({self.num_pages - 1:,} pages, {self.num_tokens:,} tokens)"
         return found | {"context": f"{self.max_model_len:,} tokens"}
 
@@ -110,8 +110,8 @@ def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int, drafter
         fitting = possible * config.page_size - 1 - demand.lookahead
         if config.max_model_len is not None or fitting < 2:
             raise ValueError(
-                f"a request of {longest} tokens needs {gib(pages(longest) * page_bytes)} of cache, but there is room "
-                f"for {gib(max(room, 0))}: lower max_model_len (at most {max(fitting, 0)} fit) or raise kv_cache_memory"
+                f"a request of {longest} tokens needs {human(pages(longest) * page_bytes)} of cache, and there is room "
+                f"for {human(max(room, 0))}: lower max_model_len (at most {max(fitting, 0)}) or raise kv_cache_memory"
             )
         longest = fitting
     if config.kv_cache_memory is None:  # all that can run at once, and room for prefixes that may come again
@@ -140,8 +140,8 @@ def _room(config: EngineConfig, demand: Demand, weight_bytes: int, state_bytes: 
         remedy = "lower max_num_seqs or max_num_batched_tokens, or raise gpu_memory_utilization"
     if left < least:
         raise ValueError(
-            f"the weights of target and drafter need {gib(weight_bytes)}, the states of requests {gib(state_bytes)}, "
-            f"the cache at least {gib(least)}, and {config.torch_device} has {gib(least - left)} too little: {remedy}"
+            f"the weights of target and drafter need {human(weight_bytes)}, states of requests {human(state_bytes)}, "
+            f"the cache at least {human(least)}, and {config.torch_device} lacks {human(least - left)}: {remedy}"
         )
     return room if config.kv_cache_memory is None else config.kv_cache_memory
 
@@ -169,5 +169,6 @@ def free_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+def human(count: int) -> str:
+    """Bytes, as people read them."""
+    return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.0f} MiB"

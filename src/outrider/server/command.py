@@ -19,7 +19,7 @@ from outrider.bench.options import (
     SpeculativeJson,
     speculative_from,
 )
-from outrider.console import loading, open_consoles, show_note
+from outrider.console import loading, open_consoles, show_memory_table, show_note
 from outrider.llm import LLM
 from outrider.server.log import log, log_to_stderr
 
@@ -60,7 +60,18 @@ MaxBody = Annotated[int, _option(_ACCESS, "--max-body", help="Largest request, i
 Pace = Annotated[
     float, _option(_ACCESS, "--pace", help="Milliseconds between frames of streams, all of one size. 0: none.", min=0)
 ]
-MaxNumSeqs = Annotated[int, _option(_LIMITS, "--max-num-seqs", help="Sequences decoded at once.", min=1, max=4096)]
+MaxNumSeqs = Annotated[
+    int | None,
+    _option(_LIMITS, "--max-num-seqs", help="Sequences at once. Default: 256 on a GPU, else 16.", min=1, max=4096),
+]
+MaxBatchedTokens = Annotated[
+    int | None,
+    _option(_LIMITS, "--max-num-batched-tokens", help="Rows of a pass. Default: 8192 on a GPU, else 2048.", min=1),
+]
+MemoryShare = Annotated[
+    float,
+    _option(_LIMITS, "--gpu-memory-utilization", help="Share of a GPU's memory to use.", min=0.01, max=1.0),
+]
 CacheBytes = Annotated[
     int | None, _option(_LIMITS, "--kv-cache-memory-bytes", help="Memory for keys and values.", min=1, metavar="N")
 ]
@@ -96,7 +107,9 @@ def serve_command(
     allowed_origin: AllowedOrigin = None,
     max_body: MaxBody = 32,
     pace: Pace = 0.0,
-    max_num_seqs: MaxNumSeqs = 16,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxBatchedTokens = None,
+    gpu_memory_utilization: MemoryShare = 0.9,
     kv_cache_memory_bytes: CacheBytes = None,
     enable_prefix_caching: PrefixCaching = True,
     max_queue: MaxQueue = 256,
@@ -139,6 +152,8 @@ def serve_command(
             device=device,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
             exact=exact,
             enforce_eager=enforce_eager,
             kv_cache_memory=kv_cache_memory_bytes,
@@ -155,6 +170,8 @@ def serve_command(
         reasons = {"tools": tools.reason, "reasoning": reasoning.reason}
         log("parsers", tools=tools.name, reasoning=reasoning.name, because=reasons)
         parsers = ParserNames(tools.name, reasoning.name)
+        log("memory", **vars(llm.budget), num_tokens=llm.budget.num_tokens)
+        show_memory_table(consoles.about, llm.budget)
         log("listening", host=host, port=port, model=served, max_model_len=llm.max_model_len)
         show_note(consoles.about, f"{served} at http://{host}:{port}/v1, playground at http://{host}:{port}/")
         Server(Application(llm, served, limits, access, parsers), host, port, shutdown_timeout).run()
