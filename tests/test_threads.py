@@ -38,6 +38,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(module, "current_usage", lambda: machine.usage)
     monkeypatch.setattr(module.time, "monotonic", lambda: machine.usage.moment)
     monkeypatch.setattr(module, "allowed_processors", lambda: None)
+    monkeypatch.setattr(module, "current_load", lambda: 0.0)
     torch.set_num_threads(4)
     yield machine
     torch.set_num_threads(before)
@@ -86,6 +87,27 @@ def test_a_number_that_somebody_has_set_stays(machine: Machine) -> None:
             threads.fix(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [("0.02 0.5 0.7 3/412 99\n", 0.02), ("4.10 2.0 1.0 3/412 99\n", 2.0), ("4.10 2.0 1.0 1/412 99\n", 0.0), ("?", 0.0)],
+)
+def test_the_load_at_the_start(content: str, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PROC_LOAD", tmp_path / "loadavg")
+    assert module.current_load() == 0.0
+    (tmp_path / "loadavg").write_text(content)
+    assert module.current_load() == expected
+
+
+def test_a_busy_machine_is_seen_at_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "current_load", lambda: 2.0)
+    threads = Threads()
+    threads.follow()
+    assert torch.get_num_threads() == 2
+    machine.pass_time(module.INTERVAL, 0.0)
+    threads.adjust()
+    assert torch.get_num_threads() == 4
+
+
 @pytest.mark.parametrize(("content", "expected"), [("max 100000", None), ("150000 100000", 1), ("250000 100000", 2)])
 def test_a_container_has_a_limit(
     content: str, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -103,9 +125,9 @@ def test_the_limit_of_a_container_is_kept(machine: Machine, monkeypatch: pytest.
 
 
 def test_every_pass_looks_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
-    monkeypatch.setattr(Threads, "adjust", lambda self: looks.append(self))
+    looks: list[Threads] = []
     with LLM(None, None, max_num_seqs=1) as llm:
+        monkeypatch.setattr(Threads, "adjust", lambda self: looks.append(self))
         llm.generate("Once", SamplingParams(max_tokens=5, ignore_eos=True))
     assert len(looks) == 5
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,20 @@ from outrider.drafters.predicted import with_predictions
 from outrider.engine.cache import NUM_MISSABLE
 from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
 from outrider.engine.engine import Engine
-from outrider.engine.loader import Progress, build_drafter, build_target, building, lives_in_target, load_weights
+from outrider.engine.gguf import GgufCheckpoint
+from outrider.engine.loader import (
+    KeptBlocks,
+    Progress,
+    build_drafter,
+    build_target,
+    building,
+    can_keep_blocks,
+    lives_in_target,
+    load_weights,
+)
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
 from outrider.layers.exact import make_exact
-from outrider.layers.packing import pack_weights
+from outrider.layers.packing import held_bytes, pack_weights, share_blocks
 from outrider.models.base import Target
 from outrider.threads import threads
 from outrider.tokenizer import Tokenizer
@@ -99,17 +109,22 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
         tokenizer = load_tokenizer(checkpoint)
         if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:
             _check_tokenizers(tokenizer, load_tokenizer(drafter_checkpoint))
-        weight_bytes = parameter_bytes(target, drafter)
-        drafter_bytes = weight_bytes - parameter_bytes(target)
-        budget = plan_memory(_bounded(config, target), demand_of(target, drafter), weight_bytes, drafter_bytes)
-        load_weights(target, checkpoint, progress)
+        loaded: list[tuple[Target | Drafter, Checkpoint]] = [(target, checkpoint)]
         if drafter is not None and drafter_checkpoint is not None:
-            load_weights(drafter, drafter_checkpoint, progress)
+            loaded.append((drafter, drafter_checkpoint))
+        budget = plan_memory(_bounded(config, target), demand_of(target, drafter), _weight_bytes(loaded))
+        kept: KeptBlocks = {}
+        for module, source in loaded:
+            load_weights(module, source, progress, kept if can_keep_blocks(module, source) else None)
+        for module, _ in loaded:
+            share_blocks(module, kept)
+        if drafter is not None and drafter_checkpoint is not None:
             drafter.check()
         with torch.inference_mode():
-            for module in (target, drafter):
-                if module is not None:
-                    pack_weights(module)
+            for module, _ in loaded:
+                pack_weights(module)
+        held = held_bytes(*(module for module, _ in loaded))
+        budget = replace(budget, weight_bytes=held, drafter_bytes=held - held_bytes(target))
         if config.torch_device.type == "cpu":
             target.register_forward_pre_hook(lambda *_: threads.adjust())
         if config.exact:  # of the target alone: what a drafter says is judged
@@ -122,6 +137,17 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
         checkpoint.close()
         if drafter_checkpoint is not None:
             drafter_checkpoint.close()
+
+
+def _weight_bytes(loaded: Sequence[tuple[Target | Drafter, Checkpoint]]) -> int:
+    """What the weights will take, at most."""
+    total, modules = 0, []
+    for module, source in loaded:
+        if isinstance(source, GgufCheckpoint) and can_keep_blocks(module, source):
+            total += source.num_bytes
+        else:
+            modules.append(module)
+    return total + parameter_bytes(*modules)
 
 
 def _use_threads(config: EngineConfig) -> None:

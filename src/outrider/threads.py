@@ -16,7 +16,7 @@ import torch
 
 INTERVAL = 0.5  # seconds between two looks at the machine
 TOLERATED = 0.25  # processors that others may take before a thread is given up
-PROC_STAT, CPU_MAX = Path("/proc/stat"), Path("/sys/fs/cgroup/cpu.max")
+PROC_STAT, PROC_LOAD, CPU_MAX = Path("/proc/stat"), Path("/proc/loadavg"), Path("/sys/fs/cgroup/cpu.max")
 _IDLE_COLUMNS = (3, 4)  # of /proc/stat: idle, and waiting for a disk
 _GUEST_COLUMN = 8  # this and the next are counted in the first ones already
 
@@ -66,6 +66,16 @@ def allowed_processors() -> int | None:
         return None
 
 
+def current_load() -> float:
+    """How many processors others seem to use, before there was time to measure it: threads that would run now, if the
+    last minute says so too."""
+    try:
+        minute, _, _, running, *_ = PROC_LOAD.read_text().replace("/", " ").split()
+        return max(min(float(minute), float(running) - 1), 0.0)  # one is this
+    except (OSError, ValueError):
+        return 0.0
+
+
 def spare_threads(most: int, others: float) -> int:
     """How many of `most` threads find a processor of their own while others use so many."""
     return max(1, min(most, int(most - others + TOLERATED)))
@@ -85,7 +95,8 @@ class Threads:
             return
         limit = allowed_processors()
         now = torch.get_num_threads()
-        self._most = self._chosen = now if limit is None else min(now, limit)
+        self._most = now if limit is None else min(now, limit)
+        self._chosen = spare_threads(self._most, current_load())
         self._usage = current_usage()
         if self._chosen != now:
             torch.set_num_threads(self._chosen)

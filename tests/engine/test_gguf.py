@@ -27,6 +27,7 @@ from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
 from outrider.engine.gguf import GgufCheckpoint
 from outrider.engine.gguf_file import PLAIN_TYPES, TENSOR_TYPES
 from outrider.kernels import native
+from outrider.kernels.packed import Blocks, pack_blocks
 from outrider.tokenizer import Detokenizer
 
 QUANTISED = [name for name, block_len, _ in TENSOR_TYPES.values() if block_len > 1]
@@ -112,9 +113,8 @@ def test_quantised_blocks_are_expanded(tmp_path: Path, type_name: str) -> None:
 @pytest.mark.parametrize("type_name", QUANTISED)
 def test_every_block_means_what_the_reference_says(type_name: str) -> None:
     """Any bytes: scales that are negative, subnormal or zero, every level. Whatever the number of threads."""
-    type_number, block_len, block_bytes = next(
-        (n, *sizes) for n, (name, *sizes) in TENSOR_TYPES.items() if name == type_name
-    )
+    sizes = {name: (number, *others) for number, (name, *others) in TENSOR_TYPES.items()}
+    type_number, block_len, block_bytes = sizes[type_name]
     blocks = numpy.random.default_rng(1).integers(0, 256, (64, 3 * block_bytes), dtype=numpy.uint8)
     blocks[:8, 1] &= 0x80  # subnormal scales, of both signs
     expected = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(type_number)))
@@ -123,10 +123,32 @@ def test_every_block_means_what_the_reference_says(type_name: str) -> None:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
             out = torch.full((64, 3 * block_len), 7.0)
-            native.dequantise(torch.from_numpy(blocks), out, (type_number, block_len, block_bytes))
+            native.dequantise(Blocks(torch.from_numpy(blocks), type_number, 3 * block_len), out)
             assert torch.equal(out.nan_to_num(), expected.nan_to_num())
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("type_name", QUANTISED)
+def test_linear_layers_take_blocks_as_they_are(type_name: str) -> None:
+    """The same bits as with floats, at a depth that parts blocks in their middle, with rows of another type below."""
+    numbers = {name: number for number, (name, *_) in TENSOR_TYPES.items()}
+    parts, floats = [], []
+    for name, num_rows in ((type_name, 37), ("Q8_0", 30), (type_name, 1)):
+        stored = torch.from_numpy(random_blocks(name, num_rows, 2816))
+        parts.append(Blocks(stored, numbers[name], 2816))
+        floats.append(torch.from_numpy(gguf.quants.dequantize(stored.numpy(), gguf.GGMLQuantizationType[name])))
+    weight, packed = torch.cat(floats), pack_blocks(parts)
+    x = torch.randn(9, 2816, generator=torch.Generator().manual_seed(0))
+    empty = torch.full((1,), torch.nan).expand(weight.shape)
+    with torch.inference_mode():
+        for num_rows in (1, 9):
+            assert torch.equal(native.linear(x[:num_rows], empty, None, packed), native.linear(x[:num_rows], weight))
+        for first in (1, 37, 50, 67):
+            rest = native.linear(x, empty[first:], None, packed.rows_from(first))
+            assert torch.equal(rest, native.linear(x, weight[first:]))
+        ids = torch.tensor([[3, 0], [36, 3]])
+        assert torch.equal(native.unpack_rows(pack_blocks(parts[:1]), ids), floats[0][ids])
 
 
 @pytest.mark.parametrize("type_name", ["F32", "F16", "Q8_0", "Q4_K"])

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from outrider.engine.gguf_architectures import ARCHITECTURES, MODEL_NAMES
-from outrider.engine.gguf_file import REQUIRED, HeaderReader, TensorEntry
-from outrider.engine.gguf_weights import check_readable, empty_for, in_halves, read_into, read_tensor
+from outrider.engine.gguf_file import PLAIN_TYPES, REQUIRED, HeaderReader, TensorEntry
+from outrider.engine.gguf_weights import check_readable, empty_for, in_halves, read_blocks, read_into, read_tensor
+from outrider.kernels.packed import Blocks
 
 
 class GgufCheckpoint:
@@ -49,12 +50,8 @@ class GgufCheckpoint:
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fills a dense tensor of the same shape, of any device and dtype, without a copy of the whole."""
-        entry, num_heads = self._entry(name), self._num_rope_heads(name)
+        entry, num_heads = self._entry(name), self._checked_rope_heads(name)
         assert out.shape == entry.shape, (name, out.shape, entry.shape)
-        if num_heads and entry.shape[0] % (2 * num_heads):
-            raise ValueError(
-                f"{self.path}: {entry.shape[0]} rows of {name!r} are not {num_heads} heads; convert it again"
-            )
         if len(entry.shape) > 1:
             read_into(self._memory, entry, out, num_heads)
             return
@@ -62,6 +59,20 @@ class GgufCheckpoint:
         if self._architecture.norm_offset and name.endswith("norm.weight"):
             vector = vector - self._architecture.norm_offset  # in the stored precision, before it is rounded
         out.copy_(vector)
+
+    def in_blocks(self, name: str) -> bool:
+        """Whether this is a quantised matrix."""
+        entry = self._entry(name)
+        return len(entry.shape) == 2 and entry.type_name not in PLAIN_TYPES
+
+    def blocks(self, name: str) -> Blocks:
+        """A quantised matrix as it is stored, with the rows in the order of the model's own checkpoint."""
+        return read_blocks(self._memory, self._entry(name), self._checked_rope_heads(name))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors, as they are stored."""
+        return sum(entry.num_bytes for entry in self._entries.values())
 
     def close(self) -> None:
         self._memory.close()
@@ -80,6 +91,12 @@ class GgufCheckpoint:
         if layer is None or layer[2] not in self._architecture.layer_names:
             raise ValueError(f"{self.path}: {self._family!r} has no tensor {name!r} here; use safetensors instead")
         return f"model.layers.{layer[1]}.{self._architecture.layer_names[layer[2]]}.{kind}"
+
+    def _checked_rope_heads(self, name: str) -> int:
+        num_heads, num_rows = self._num_rope_heads(name), self.shape(name)[0]
+        if num_heads and num_rows % (2 * num_heads):
+            raise ValueError(f"{self.path}: {num_rows} rows of {name!r} are not {num_heads} heads; convert it again")
+        return num_heads
 
     def _num_rope_heads(self, name: str) -> int:
         """The number of heads whose rows were permuted in this tensor, 0 where none were."""

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from outrider.engine.gguf_file import PLAIN_TYPES, TensorEntry
-from outrider.engine.host_memory import give_back
+from outrider.engine.host_memory import give_back, use_large_pages
 from outrider.kernels import native
+from outrider.kernels.packed import Blocks
 
 CHUNK = 16 * 2**20  # elements that are expanded at a time where they cannot be written straight to where they belong
 
@@ -59,11 +60,25 @@ def read_into(memory: mmap.mmap, entry: TensorEntry, out: Tensor, num_heads: int
             part.copy_(in_halves(_expand_slowly(stored, entry).view(part.shape), num_heads))
         else:
             expanded = part if straight else torch.empty(part.shape, dtype=torch.float32, device="cpu")
-            native.dequantise(stored, expanded, entry.block, num_heads)
+            blocks = stored.view(len(part), -1)
+            native.dequantise(Blocks(blocks, entry.type_number, part.shape[1]), expanded, num_heads)
+            del blocks
             if not straight:
                 part.copy_(expanded)
         del stored  # the file can only be closed when nothing looks at it
         give_back(memory, begin, end - begin)
+
+
+def read_blocks(memory: mmap.mmap, entry: TensorEntry, num_heads: int = 0) -> Blocks:
+    """A copy of a quantised matrix as it is stored, but for the order of rows."""
+    num_rows, row_len = entry.shape
+    stored = torch.frombuffer(memory, dtype=torch.uint8, count=entry.num_bytes, offset=entry.offset).view(num_rows, -1)
+    data = torch.empty(stored.shape, dtype=torch.uint8, device="cpu")
+    use_large_pages(data)
+    data.copy_(in_halves(stored, num_heads))
+    del stored
+    give_back(memory, entry.offset, entry.num_bytes)
+    return Blocks(data, entry.type_number, row_len)
 
 
 def in_halves(rows: Tensor, num_heads: int) -> Tensor:
@@ -81,6 +96,5 @@ def _offset(entry: TensorEntry, row: int) -> int:
 
 def _expand_slowly(stored: Tensor, entry: TensorEntry) -> Tensor:
     gguf = import_gguf()
-    _, block_len, block_bytes = entry.block
-    rows = stored.view(-1, entry.shape[-1] // block_len * block_bytes).numpy()
+    rows = stored.view(-1, entry.row_bytes).numpy()
     return torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(entry.type_number)))

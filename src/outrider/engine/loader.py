@@ -16,7 +16,11 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, drafters
 from outrider.engine.gguf import GgufCheckpoint
 from outrider.engine.host_memory import use_large_pages
+from outrider.kernels.dispatch import use_native
+from outrider.kernels.packed import Packed, pack_blocks
+from outrider.layers.packing import gains_from_packing, packable
 from outrider.models.base import Target, targets
+from outrider.threads import threads
 from outrider.types import Checkpoint, Weight
 
 Progress = Callable[[str, int, int], None]  # what, done, total
@@ -71,8 +75,14 @@ def _recognised(checkpoint: Checkpoint | None) -> str:
     return best
 
 
-def load_weights(module: Target | Drafter, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
-    """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it."""
+KeptBlocks = dict[nn.Parameter, Packed]  # weights that stay as a GGUF file stores them, instead of floats
+
+
+def load_weights(
+    module: Target | Drafter, checkpoint: Checkpoint, progress: Progress | None = None, kept: KeptBlocks | None = None
+) -> None:
+    """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it. Where `kept` is given,
+    quantised matrices that can be used as they are come there, and their parameters stay without memory."""
     weights = module.weights()
     parameters = dict(module.named_parameters())
     assert weights.keys() == parameters.keys(), weights.keys() ^ parameters.keys()
@@ -86,11 +96,36 @@ def load_weights(module: Target | Drafter, checkpoint: Checkpoint, progress: Pro
     _complain(checkpoint, "lacks", used - present, "the download is incomplete or the architecture is another")
     surplus = {actual[name] for name in present - used if not module.ignores(name)}
     _complain(checkpoint, "has, but nothing uses,", surplus, "the config.json does not describe these weights")
+    keepable = {layer.weight for layer in packable(module)}
     for done, (name, weight) in enumerate(weights.items()):
         stored = replace(weight, names=tuple(actual[source] for source in weight.names))
-        _fill(parameters[name], checkpoint, name, stored)
+        parameter = parameters[name]
+        keeps = kept is not None and parameter in keepable and _keep_blocks(parameter, checkpoint, name, stored, kept)
+        if not keeps:
+            _fill(parameter, checkpoint, name, stored)
+        threads.adjust()
         if progress is not None:
             progress(str(checkpoint.path), done + 1, len(weights))
+
+
+def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint) -> bool:
+    """Whether quantised weights can be computed with as they are: by native kernels, and if it is worth it."""
+    floats = next(module.parameters())
+    is_gguf = isinstance(checkpoint, GgufCheckpoint)
+    with torch.inference_mode():
+        return is_gguf and use_native(floats) and gains_from_packing(module)
+
+
+def _keep_blocks(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight, kept: KeptBlocks) -> bool:
+    """False where the tensors are not all quantised."""
+    assert isinstance(checkpoint, GgufCheckpoint)
+    if weight.combine is not None or not all(map(checkpoint.in_blocks, weight.names)):
+        return False
+    _parts(parameter, checkpoint, name, weight)  # complains about shapes
+    kept[parameter] = pack_blocks([checkpoint.blocks(source) for source in weight.names])
+    # the shape without the memory; whoever reads it all the same finds out
+    parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+    return True
 
 
 def _fill(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight) -> None:

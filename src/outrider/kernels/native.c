@@ -50,8 +50,9 @@ enum {
 };
 
 #include "vectors.c"
-#include "unpack.c"
+#include "levels.c"
 #include "dequantise.c"
+#include "unpack.c"
 #include "linear.c"
 #include "rows.c"
 #include "attention.c"

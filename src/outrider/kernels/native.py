@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.kernels.packed import Packed
+from outrider.kernels.packed import BLOCKS, Blocks, Packed
 
 SOURCE = Path(__file__).with_name("native.c")
 SOURCES = sorted(SOURCE.parent.glob("*.c"))  # native.c includes the others
@@ -31,7 +31,7 @@ _GATED = struct.Struct("@2q 4q")
 _ARGMAX = struct.Struct("@2q 3q")
 _ROPE = struct.Struct("@7q 8q 6q 6q")
 _ATTENTION = struct.Struct("@7q 6q 2d 6q 6q")
-_DEQUANTISE = struct.Struct("@2q 7q")
+_DEQUANTISE = struct.Struct("@2q 6q")
 _OPERATIONS = (
     "linear",
     "rms_norm",
@@ -156,6 +156,8 @@ def matrix_fields(weight: Tensor, packed: Packed | None) -> tuple[int, int, int,
     """matrix of native.c: one weight, in one or two forms."""
     if packed is None:
         return _address(weight), 0, 0, 0
+    if packed.kind == BLOCKS:  # there is no weight beside them
+        return 0, packed.data.data_ptr(), 0, BLOCKS
     scales = 0 if packed.scales is None else packed.scales.data_ptr()
     return _address(weight), packed.data.data_ptr(), scales, packed.kind
 
@@ -308,18 +310,24 @@ def paged_attention(
     return out
 
 
-def dequantise(blocks: Tensor, out: Tensor, kind: tuple[int, int, int], num_heads: int = 0) -> None:
-    """Rows of GGUF blocks (uint8, as in the file) as floats [N, K] in `out`.
-
-    `kind` is the number of the block's type in GGUF files, how many floats a block holds and how many bytes it takes.
-    With num_heads, rows lie in the interleaved pairs of rotary dimensions, and are written in halves."""
-    type_number, block_len, block_bytes = kind
-    num_rows, row_len = out.shape
-    assert row_len % block_len == 0, (out.shape, kind)
+def dequantise(blocks: Blocks, out: Tensor, num_heads: int = 0) -> None:
+    """Rows of GGUF blocks as floats [N, K] in `out`. With num_heads, rows lie in the interleaved pairs of rotary
+    dimensions, and are written in halves."""
+    num_rows, row_bytes = blocks.data.shape
+    assert out.shape == (num_rows, blocks.row_len), (out.shape, blocks.data.shape, blocks.row_len)
     assert num_heads == 0 or num_rows % (2 * num_heads) == 0, (out.shape, num_heads)
-    source = _address(blocks, torch.uint8, num_rows * row_len // block_len * block_bytes)
-    sizes = type_number, num_rows, row_len, block_len, block_bytes, num_heads, torch.get_num_threads()
-    _native().dequantise(_DEQUANTISE.pack(source, _address(out), *sizes))
+    addresses = _address(blocks.data, torch.uint8), _address(out)
+    sizes = blocks.type_number, num_rows, blocks.row_len, row_bytes, num_heads, torch.get_num_threads()
+    _native().dequantise(_DEQUANTISE.pack(*addresses, *sizes))
+
+
+def unpack_rows(packed: Packed, ids: Tensor) -> Tensor:
+    """Some rows of a matrix that lies in blocks of one type: ids [...] -> floats [..., K]."""
+    (part,) = packed.parts
+    chosen = Blocks(part.data[ids.flatten()], part.type_number, part.row_len)
+    out = torch.empty(len(chosen.data), part.row_len, dtype=torch.float32, device="cpu")
+    dequantise(chosen, out)
+    return out.view(*ids.shape, part.row_len)
 
 
 # C sees addresses only: what it takes for granted is checked as they are taken.
