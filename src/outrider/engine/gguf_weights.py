@@ -3,8 +3,8 @@ work, straight into the memory that wants them. Without a C compiler, the `gguf`
 
 from __future__ import annotations
 
-import math
 import mmap
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -15,7 +15,9 @@ from outrider.engine.host_memory import give_back, use_large_pages
 from outrider.kernels import native
 from outrider.kernels.packed import Blocks
 
-CHUNK = 16 * 2**20  # elements that are expanded at a time where they cannot be written straight to where they belong
+CHUNK = (
+    8 * 2**20
+)  # elements that are read at a time: so much of the file, and of what is changed on its way, is in memory
 
 
 def check_readable(entries: list[TensorEntry]) -> None:
@@ -49,36 +51,38 @@ def read_into(memory: mmap.mmap, entry: TensorEntry, out: Tensor, num_heads: int
     interleaved pairs, and come to lie in halves."""
     rows = out.view(-1, entry.shape[-1])
     straight = out.is_cpu and out.dtype is torch.float32
-    step = len(rows) if straight or num_heads else max(CHUNK // rows.shape[1], 1)
-    for first in range(0, len(rows), step):
-        part = rows[first : first + step]
-        begin, end = (_offset(entry, row) for row in (first, first + len(part)))
-        stored = torch.frombuffer(memory, dtype=torch.uint8, count=end - begin, offset=begin)
+    for part, stored in _stretches(memory, entry, rows, whole=num_heads > 0):
         if entry.type_name in PLAIN_TYPES:
-            part.copy_(in_halves(stored.view(PLAIN_TYPES[entry.type_name]).view(part.shape), num_heads))
+            part.copy_(in_halves(stored.view(PLAIN_TYPES[entry.type_name]), num_heads))
         elif native.library() is None:
-            part.copy_(in_halves(_expand_slowly(stored, entry).view(part.shape), num_heads))
+            part.copy_(in_halves(_expand_slowly(stored, entry), num_heads))
         else:
             expanded = part if straight else torch.empty(part.shape, dtype=torch.float32, device="cpu")
-            blocks = stored.view(len(part), -1)
-            native.dequantise(Blocks(blocks, entry.type_number, part.shape[1]), expanded, num_heads)
-            del blocks
+            native.dequantise(Blocks(stored, entry.type_number, part.shape[1]), expanded, num_heads)
             if not straight:
                 part.copy_(expanded)
-        del stored  # the file can only be closed when nothing looks at it
-        give_back(memory, begin, end - begin)
 
 
 def read_blocks(memory: mmap.mmap, entry: TensorEntry, num_heads: int = 0) -> Blocks:
     """A copy of a quantised matrix as it is stored, but for the order of rows."""
-    num_rows, row_len = entry.shape
-    stored = torch.frombuffer(memory, dtype=torch.uint8, count=entry.num_bytes, offset=entry.offset).view(num_rows, -1)
-    data = torch.empty(stored.shape, dtype=torch.uint8, device="cpu")
+    data = torch.empty(entry.shape[0], entry.row_bytes, dtype=torch.uint8, device="cpu")
     use_large_pages(data)
-    data.copy_(in_halves(stored, num_heads))
-    del stored
-    give_back(memory, entry.offset, entry.num_bytes)
-    return Blocks(data, entry.type_number, row_len)
+    for part, stored in _stretches(memory, entry, data, whole=num_heads > 0):
+        part.copy_(in_halves(stored, num_heads))
+    return Blocks(data, entry.type_number, entry.shape[1])
+
+
+def _stretches(memory: mmap.mmap, entry: TensorEntry, rows: Tensor, *, whole: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some rows of the destination, and what the file has for them (uint8), one stretch after the other. The file's
+    memory is given back in between, and must not be held on to: the file could not be closed."""
+    step = len(rows) if whole else max(CHUNK // entry.shape[-1], 1)
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step]
+        offset, num_bytes = entry.offset + first * entry.row_bytes, len(part) * entry.row_bytes
+        stored = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset)
+        yield part, stored.view(len(part), -1)
+        del stored
+        give_back(memory, offset, num_bytes)
 
 
 def in_halves(rows: Tensor, num_heads: int) -> Tensor:
@@ -89,12 +93,6 @@ def in_halves(rows: Tensor, num_heads: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
-def _offset(entry: TensorEntry, row: int) -> int:
-    """Of a row in the file."""
-    return entry.offset + entry.num_bytes * row // (math.prod(entry.shape) // entry.shape[-1])
-
-
 def _expand_slowly(stored: Tensor, entry: TensorEntry) -> Tensor:
     gguf = import_gguf()
-    rows = stored.view(-1, entry.row_bytes).numpy()
-    return torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(entry.type_number)))
+    return torch.from_numpy(gguf.quants.dequantize(stored.numpy(), gguf.GGMLQuantizationType(entry.type_number)))
