@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
 from outrider import threads as module
+from outrider.certify.proof import threads_for
+from outrider.cli import app
 from outrider.threads import Threads, Usage, allowed_processors, busy_seconds, spare_threads
 
 #        user nice system idle iowait irq softirq steal guest guest_nice
@@ -130,6 +133,42 @@ def test_every_pass_looks_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(Threads, "adjust", lambda self: looks.append(self))
         llm.generate("Once", SamplingParams(max_tokens=5, ignore_eos=True))
     assert len(looks) == 5
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "Once", "-n", "1"],
+        ["chat"],
+        ["serve", "--tool-call-parser", "nonsense"],
+        ["certify", "--speculative-config", "nonsense"],
+        ["doctor", "--speculative-config", "nonsense"],
+        ["bench", "latency", "--workload", "nonsense"],
+        ["bench", "throughput", "--workload", "nonsense"],
+        ["bench", "overhead", "--speculative-config", "nonsense"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_every_command_takes_threads(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(Threads, "fix", lambda self, count: given.append(count))
+    result = CliRunner().invoke(app, [*command, "--threads", "3"], input="")
+    assert given[:1] == [3], result.output
+    assert CliRunner().invoke(app, [*command, "--threads", "0"]).exit_code == 2
+
+
+def test_one_thread_proves_small_models_unless_told_otherwise(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = Threads()
+    monkeypatch.setattr("outrider.certify.proof.threads", threads)
+    threads.follow()
+    with threads_for(1000):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 4
+    threads.fix(3)
+    with threads_for(1000):
+        assert torch.get_num_threads() == 3
 
 
 def test_a_model_can_be_given_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from outrider import __version__
-from outrider.bench.options import speculative_from
+from outrider.bench.options import Threads, speculative_from
 from outrider.config import SpeculativeConfig
 from outrider.console import (
     Consoles,
@@ -196,6 +196,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
+    threads: Threads = None,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = None,
@@ -314,6 +315,7 @@ def chat(
     dtype: Dtype = "auto",
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
+    threads: Threads = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     seed: Seed = None,

@@ -108,6 +108,11 @@ class Threads:
         torch.set_num_threads(count)
         self._most, self._chosen = count, None
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether somebody has said how many."""
+        return self._most is not None and self._chosen is None
+
     def adjust(self) -> None:
         """Called before every pass: looks at the machine now and then. What somebody else has set, stays."""
         before = self._usage

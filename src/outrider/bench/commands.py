@@ -28,6 +28,7 @@ from outrider.bench.options import (
     NumSpeculativeTokens,
     PromptFile,
     SpeculativeJson,
+    Threads,
     speculative_from,
 )
 from outrider.bench.peers import PeerOptions, open_peers, peers
@@ -40,6 +41,7 @@ from outrider.console import checkpoint_name, open_consoles
 from outrider.llm import LLM
 from outrider.measure import method_of
 from outrider.pair import target_of
+from outrider.threads import threads as cpu_threads
 
 bench_app = typer.Typer(help="Measure speed: plain, speculative and other engines, side by side.", no_args_is_help=True)
 
@@ -52,7 +54,6 @@ Prompt = Annotated[str | None, typer.Option("--prompt", help="One prompt, instea
 Workload = Annotated[str, typer.Option("--workload", help="Built-in prompts: chat or repetition.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens in each answer.", min=2)]
 NumRuns = Annotated[int, typer.Option("--num-runs", help="Timed runs of every side.", min=1)]
-Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads. Default: as torch decides.", min=1)]
 NumPrompts = Annotated[
     int | None, typer.Option("--num-prompts", help="Prompts, one after the other. Default: 3, or all of a file.", min=1)
 ]
@@ -213,8 +214,7 @@ def run(plan: Plan, progress: Progress | None = None) -> tuple[Setting, list[Rec
     unknown = [name for name in plan.against if name not in peers]
     if unknown:
         raise ValueError(f"unknown peer {unknown[0]!r}; known: {', '.join(peers)}")
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
+    cpu_threads.fix(plan.threads or torch.get_num_threads())  # the same for all sides, to the end
     batches = plan.batches()
     with ExitStack() as opened:
         sides, setting, notes = _open(plan, batches, opened)

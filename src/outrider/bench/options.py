@@ -11,6 +11,7 @@ import typer
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import drafters
 from outrider.pair import DEFAULT_DIRECTORY
+from outrider.threads import threads
 
 Model = Annotated[
     str | None,
@@ -32,6 +33,25 @@ Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N or auto
 MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Longest context.", metavar="N")]
 Exact = Annotated[bool, typer.Option("--exact", help="On a GPU: bits of a token do not depend on its company.")]
 Eager = Annotated[bool, typer.Option("--enforce-eager", help="On a GPU: no CUDA graphs.")]
+
+
+def _use_threads(count: int | None) -> int | None:
+    """Takes effect when it is read: the number of threads is the whole process's."""
+    if count is not None:
+        threads.fix(count)
+    return count
+
+
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        help="Threads of the CPU. Default: one for every processor that others leave.",
+        min=1,
+        metavar="N",
+        callback=_use_threads,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 

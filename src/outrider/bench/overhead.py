@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +24,7 @@ from outrider.bench.options import (
     Model,
     NumSpeculativeTokens,
     SpeculativeJson,
+    Threads,
     speculative_from,
 )
 from outrider.bench.prompts import CHAT, REPETITION
@@ -33,13 +33,13 @@ from outrider.bench.server_process import ServerProcess, server_process
 from outrider.console import checkpoint_name, open_consoles
 from outrider.llm import LLM
 from outrider.sampling_params import SamplingParams
+from outrider.threads import threads as cpu_threads
 
 OFFLINE, STREAMED, WHOLE = "engine alone", "server, streamed", "server, whole"
 WANTED = 0.9
 
 Concurrency = Annotated[int, typer.Option("--concurrency", help="Requests at once, and --max-num-seqs.", min=1)]
 NumPrompts = Annotated[int, typer.Option("--num-prompts", help="Requests in each pass.", min=1)]
-Threads = Annotated[int, typer.Option("--threads", help="CPU threads of either engine.", min=1)]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def overhead_command(
     num_prompts: NumPrompts = 48,
     max_tokens: MaxTokens = 128,
     num_runs: NumRuns = 5,
-    threads: Threads = 1,
+    threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
     """The server against the engine that is inside it: same chats, same batch, greedy, in turn.
@@ -96,7 +96,8 @@ def overhead_command(
     task = Task([texts[number % len(texts)] for number in range(num_prompts)], max_tokens, concurrency)
     arguments = _arguments(model, draft, speculative_config, num_speculative_tokens)
     consoles = open_consoles()
-    torch.set_num_threads(threads)
+    num_threads = threads or 1
+    cpu_threads.fix(num_threads)
     with progress_bar(consoles.about) as progress, ExitStack() as opened:
         llm = opened.enter_context(
             LLM(
@@ -108,9 +109,9 @@ def overhead_command(
         )
         log = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "server.log"
         own = ["--max-num-seqs", str(concurrency), "--no-enable-prefix-caching"]
-        server = opened.enter_context(server_process([*arguments, *own], log, threads))
+        server = opened.enter_context(server_process([*arguments, *own], log, num_threads))
         passes = run_in_turn(llm, server, task, num_runs, progress)
-    report = to_dict(passes, task, threads) | {"model": checkpoint_name(model) if model else "embedded default"}
+    report = to_dict(passes, task, num_threads) | {"model": checkpoint_name(model) if model else "embedded default"}
     if not as_json:
         show(consoles.out, report)
     typer.echo(json.dumps(report))

@@ -23,6 +23,7 @@ from outrider.bench.options import (
     NumSpeculativeTokens,
     PromptFile,
     SpeculativeJson,
+    Threads,
     speculative_from,
 )
 from outrider.bench.prompts import read_prompts
@@ -47,6 +48,7 @@ def certify_command(
     dtype: Dtype = "auto",
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
+    threads: Threads = None,
     exact: Exact = False,
     as_json: AsJson = False,
 ) -> None:

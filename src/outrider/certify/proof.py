@@ -31,6 +31,7 @@ from outrider.llm import LLM
 from outrider.measure import method_of
 from outrider.outputs import RequestOutput
 from outrider.pair import AUTO, DEFAULT_DIRECTORY, Speculative, target_of
+from outrider.threads import threads
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 OnStep = Callable[[int, int], None]
@@ -304,9 +305,9 @@ def certify(
 @contextmanager
 def threads_for(num_parameters: int) -> Iterator[None]:
     """One thread for a small model: its operations are too short to share, and on a busy machine threads would spend
-    most of their time waiting for each other."""
+    most of their time waiting for each other. Unless the user has said how many."""
     before = torch.get_num_threads()
-    if num_parameters < SMALL_MODEL:
+    if num_parameters < SMALL_MODEL and not threads.is_fixed:
         torch.set_num_threads(1)
     try:
         yield

@@ -16,6 +16,7 @@ from outrider.bench.options import (
     NumSpeculativeTokens,
     PromptFile,
     SpeculativeJson,
+    Threads,
     speculative_from,
 )
 from outrider.bench.prompts import read_prompts
@@ -41,6 +42,7 @@ def doctor_command(
     dtype: Dtype = "auto",
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
+    threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
     """Find out why a drafter does not agree with its target, or that it does.

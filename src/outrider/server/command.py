@@ -17,6 +17,7 @@ from outrider.bench.options import (
     MaxModelLen,
     NumSpeculativeTokens,
     SpeculativeJson,
+    Threads,
     speculative_from,
 )
 from outrider.console import loading, open_consoles, show_memory_table, show_note
@@ -97,6 +98,7 @@ def serve_command(
     dtype: Dtype = "auto",
     device: Device = "auto",
     max_model_len: MaxModelLen = None,
+    threads: Threads = None,
     exact: Exact = False,
     enforce_eager: Eager = False,
     watchdog: Watchdog = True,
