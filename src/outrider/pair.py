@@ -113,16 +113,7 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
         if drafter is not None and drafter_checkpoint is not None:
             loaded.append((drafter, drafter_checkpoint))
         budget = plan_memory(_bounded(config, target), demand_of(target, drafter), _weight_bytes(loaded))
-        kept: KeptBlocks = {}
-        for module, source in loaded:
-            load_weights(module, source, progress, kept if can_keep_blocks(module, source) else None)
-        for module, _ in loaded:
-            share_blocks(module, kept)
-        if drafter is not None and drafter_checkpoint is not None:
-            drafter.check()
-        with torch.inference_mode():
-            for module, _ in loaded:
-                pack_weights(module)
+        _load(loaded, progress)
         held = held_bytes(*(module for module, _ in loaded))
         budget = replace(budget, weight_bytes=held, drafter_bytes=held - held_bytes(target))
         if config.torch_device.type == "cpu":
@@ -139,12 +130,26 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
             drafter_checkpoint.close()
 
 
+def _load(loaded: Sequence[tuple[Target | Drafter, Checkpoint]], progress: Progress | None) -> None:
+    """Weights, in the forms that they are computed with."""
+    kept: KeptBlocks = {}
+    for module, source in loaded:
+        load_weights(module, source, progress, kept if can_keep_blocks(module, source) else None)
+    for module, _ in loaded:
+        share_blocks(module, kept)
+        if isinstance(module, Drafter):
+            module.check()
+    with torch.inference_mode():
+        for module, _ in loaded:
+            pack_weights(module)
+
+
 def _weight_bytes(loaded: Sequence[tuple[Target | Drafter, Checkpoint]]) -> int:
     """What the weights will take, at most."""
     total, modules = 0, []
     for module, source in loaded:
         if isinstance(source, GgufCheckpoint) and can_keep_blocks(module, source):
-            total += source.num_bytes
+            total += source.held_bytes
         else:
             modules.append(module)
     return total + parameter_bytes(*modules)

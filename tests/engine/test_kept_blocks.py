@@ -7,6 +7,7 @@ import torch
 from gguf_files import tiny_model, write_model
 
 from outrider import LLM, SamplingParams
+from outrider.engine.gguf import GgufCheckpoint
 from outrider.kernels import native
 from outrider.kernels.packed import BLOCKS
 from outrider.layers import packing
@@ -15,6 +16,17 @@ from outrider.layers.packing import held_bytes, packable
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [40, 7], list(range(30))]
 TYPES = ("Q8_0", "Q4_0", "Q5_1")  # by turns: the parts of a joint projection differ
+
+
+@needs_compiler
+def test_memory_is_planned_for_what_will_be_held(tmp_path: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=False)
+    plain = GgufCheckpoint(write_model(tmp_path / "plain.gguf", model, "llama", ("F16",)))
+    num_elements = sum(parameter.numel() for parameter in model.parameters())
+    assert plain.held_bytes == num_elements * 6
+    quantised = GgufCheckpoint(write_model(tmp_path / "quantised.gguf", model, "llama", ("Q8_0",)))
+    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
+    assert quantised.held_bytes == (num_elements - vectors) // 32 * 34 + vectors * 6
 
 
 def answers(path: Path, speculative: dict | None) -> tuple[list[tuple[tuple[int, ...], object]], LLM]:

@@ -70,9 +70,11 @@ class GgufCheckpoint:
         return read_blocks(self._memory, self._entry(name), self._checked_rope_heads(name))
 
     @property
-    def num_bytes(self) -> int:
-        """Of all tensors, as they are stored."""
-        return sum(entry.num_bytes for entry in self._entries.values())
+    def held_bytes(self) -> int:
+        """What the tensors take in memory where quantised matrices stay as they are. Others are float32, and may be
+        packed as well, in half their size at most."""
+        floats = {name: math.prod(entry.shape) * 6 for name, entry in self._entries.items()}
+        return sum(entry.num_bytes if self.in_blocks(name) else floats[name] for name, entry in self._entries.items())
 
     def close(self) -> None:
         self._memory.close()
