@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from outrider.agreement import Checkup, check_up
-from outrider.config import EngineConfig, WatchdogConfig
+from outrider.agreement import CHECKING, Checkup, check_up
+from outrider.config import EngineConfig, WatchdogConfig, batch_limits
 from outrider.drafters.base import Drafter
 from outrider.drafters.predicted import tokens_after
 from outrider.engine.checkpoint import open_checkpoint
@@ -39,39 +40,46 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         page_size: int = 16,
         kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         num_predicted_tokens: int = 16,
         watchdog: WatchdogConfig | bool | None = True,
         enforce_eager: bool = False,
         exact: bool = False,
+        threads: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         target, speculative = named_pair(model, speculative_config)
+        limits = batch_limits(device)
         self.config = EngineConfig(
             model=target,
             speculative=speculative,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs if max_num_seqs is None else max_num_seqs,
+            max_num_batched_tokens=(
+                limits.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
+            ),
             page_size=page_size,
             kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             num_predicted_tokens=num_predicted_tokens,
             watchdog=(WatchdogConfig() if watchdog else None) if isinstance(watchdog, bool) else watchdog,
             enforce_eager=enforce_eager,
             exact=exact,
+            threads=threads,
         )
         self.engine, self.budget = open_pair(self.config, progress)
         self.tokenizer = self.engine.tokenizer
         self._ids = itertools.count()
         self._tower: VisionTower | None = None  # loaded with the first image
-        self.checkup = self._check_up()
+        self.checkup = self._check_up(progress)
 
     @classmethod
     def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> LLM:
@@ -81,12 +89,12 @@ class LLM:
 
     # the drafter
 
-    def _check_up(self) -> Checkup | None:
+    def _check_up(self, progress: Progress | None) -> Checkup | None:
         """Refuses a drafter that agrees with nothing the target says: it would only take time."""
         settings = self.config.speculative
         if settings is None or settings.force:
             return None
-        checkup = check_up(self.engine)
+        checkup = check_up(self.engine, partial(progress, CHECKING) if progress is not None else None)
         if checkup.is_dead:
             self.close()
             drafter = settings.model or settings.method
