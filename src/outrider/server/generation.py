@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -38,7 +36,6 @@ class Service:
     model_name: str
     created: int
     parsers: ParserNames
-    grammar_lock: threading.Lock = field(default_factory=threading.Lock)  # grammars are compiled one at a time
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
@@ -60,8 +57,7 @@ class Service:
         self.engine.check_room(len(prompts) * params.n)
 
         def make() -> list[Request]:
-            with self.grammar_lock if params.guided is not None else contextlib.nullcontext():
-                groups = [self.llm.requests_for(prompt(), params, number) for number, prompt in enumerate(prompts)]
+            groups = [self.llm.requests_for(prompt(), params, number) for number, prompt in enumerate(prompts)]
             return [request for group in groups for request in group]
 
         begin = time.monotonic()
