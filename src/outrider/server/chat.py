@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -102,17 +103,17 @@ def _choice(service: Service, body: ChatRequest, output: CompletionOutput, reade
 
 async def chat_chunks(
     http: HttpRequest, service: Service, body: ChatRequest, job: Job
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any], None]:
     """Deltas; all of them joined are the message of the whole answer."""
     head = _head(service, job, "chat.completion.chunk")
     options = body.stream_options
     num_generated, speculations = 0, []
-    for index in range(len(job.requests)):
-        first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        yield {**head, "choices": [first]}
     readers = _readers(service, body, job)
-    async with aborting(http, service, job):
-        async for piece in job.pieces():
+    first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
+        for index in range(len(job.requests)):
+            yield {**head, "choices": [{"index": index, **first}]}
+        async for piece in pieces:
             num_generated += len(piece.token_ids)
             if piece.final is not None:
                 speculations.append(piece.final.speculation)

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -130,8 +130,8 @@ async def aborting(http: HttpRequest, service: Service, job: Job) -> AsyncIterat
 async def finished(http: HttpRequest, service: Service, job: Job) -> list[CompletionOutput]:
     """All of it, in order."""
     outputs: dict[int, CompletionOutput] = {}
-    async with aborting(http, service, job):
-        async for piece in job.pieces():
+    async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
+        async for piece in pieces:
             if piece.final is not None:
                 outputs[piece.index] = piece.final
     return [outputs[index] for index in sorted(outputs)]
