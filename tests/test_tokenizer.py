@@ -11,7 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from outrider import tokenizer as tokenizer_module
+from outrider import chat_template
+from outrider.chat_template import ChatOptions
 from outrider.tokenizer import Detokenizer, StopChecker, Tokenizer, surround
 
 CORPUS = [
@@ -197,7 +198,7 @@ def test_a_directory_means_what_transformers_reads(
     tools = [{"type": "function", "function": {"name": "f", "description": "<é>"}}]
     for options in ({}, {"tools": tools}):
         expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        assert ours.chat(messages, **options) == expected
+        assert ours.chat(messages, ChatOptions(**options)) == expected
 
 
 def test_flags_decide_where_tokenizer_json_does_not(tmp_path: Path) -> None:
@@ -239,7 +240,7 @@ def test_templates_by_name_and_from_files(tmp_path: Path) -> None:
     assert tokenizer is not None
     assert tokenizer.has_chat_template
     assert tokenizer.chat([]) == "plain"
-    assert tokenizer.chat([], tools=[{}]) == "with tools"
+    assert tokenizer.chat([], ChatOptions(tools=[{}])) == "with tools"
     (tmp_path / "chat_template.jinja").write_text("from a file")
     reread = Tokenizer.from_directory(tmp_path)
     assert reread is not None
@@ -257,7 +258,8 @@ def test_template_features() -> None:
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
         "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ mood }} {{ strftime_now('%Y')[:2] }}"
     )
-    assert chat_tokenizer(template).chat([{"content": "a"}, {"content": "b"}], mood="calm") == "acalm 20"
+    options = ChatOptions(template_kwargs={"mood": "calm"})
+    assert chat_tokenizer(template).chat([{"content": "a"}, {"content": "b"}], options) == "acalm 20"
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_template_features() -> None:
     ],
 )
 def test_a_bad_template_is_a_value_error(template: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_module, "MAX_CHAT_LEN", 1000)
+    monkeypatch.setattr(chat_template, "MAX_CHAT_LEN", 1000)
     with pytest.raises(ValueError, match=reason):
         chat_tokenizer(template).chat([{"role": "user", "content": "hello"}])
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from outrider.agreement import Checkup, check_up
+from outrider.chat_template import ChatOptions, Messages
 from outrider.config import EngineConfig, WatchdogConfig
 from outrider.drafters.base import Drafter
 from outrider.drafters.predicted import tokens_after
@@ -154,24 +155,29 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **template_kwargs: Any,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """The answer to a conversation, or to each of several."""
+        """The answer to a conversation, or to each of several. See ChatOptions for the options."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
+        options = ChatOptions(
+            tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs or {}
+        )
         conversations = list(messages) if several else [messages]
-        prompts: list[Prompt] = [
-            self.chat_prompt(conversation, **template_kwargs)  # type: ignore[arg-type]
-            for conversation in conversations
-        ]
+        prompts: list[Prompt] = [self.chat_prompt(each, options) for each in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> dict[str, Any]:
+    def chat_prompt(self, messages: Messages, options: ChatOptions | None = None) -> dict[str, Any]:
         """A conversation as a prompt, through the checkpoint's chat template."""
         tokenizer = self._need_tokenizer("a chat")
         plain, pictures = pictures_of(messages)
-        text = tokenizer.chat(plain, **template_kwargs)
+        text = tokenizer.chat(plain, options)
         if pictures:
             return {"prompt": text, "multi_modal_data": {"image": pictures}, "add_special_tokens": False}
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}

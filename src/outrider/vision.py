@@ -121,7 +121,7 @@ def pictures_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
         if not isinstance(content, str) and isinstance(content, Sequence):
             parts = []
             for part in content:
-                if part.get("type") in ("image", "image_url"):
+                if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
                     pictures.append(_picture_in(part))
                     part = {"type": "image"}
                 parts.append(part)

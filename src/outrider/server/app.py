@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from outrider import __version__
+from outrider.chat_template import ChatOptions
 from outrider.llm import LLM
 from outrider.server import health
 from outrider.server.answers import (
@@ -111,7 +112,10 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         def encode() -> list[int]:
             if body.messages is None:
                 return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
-            text = tokenizer.chat(messages_of(body.messages), add_generation_prompt=body.add_generation_prompt)
+            options = ChatOptions(
+                add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message
+            )
+            text = tokenizer.chat(messages_of(body.messages), options)
             return tokenizer.encode(text, add_special_tokens=False)
 
         tokens = await service.prepare(encode)

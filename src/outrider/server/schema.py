@@ -202,6 +202,8 @@ class ChatRequest(Generation):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # needs add_generation_prompt: false
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
@@ -227,6 +229,7 @@ class TokenizeRequest(Strict):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     return_token_strs: bool = False
 
     @model_validator(mode="after")
