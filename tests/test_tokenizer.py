@@ -2,6 +2,8 @@
 transformers is the reference for what a tokenizer directory means."""
 
 import json
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -365,3 +367,38 @@ def test_chunking_does_not_matter(text: str, stop: list[str], cuts: list[int], i
     else:
         end, negative_len, matched = min(ends)
         assert expected == (text[: end if include_stop else end + negative_len], matched)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_long_texts_are_encoded_like_short_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = " ".join([*CORPUS, "<s>kept</s> 🦊\n\n\t1 234"])
+    for special in (True, False):
+        short = TOKENIZERS[kind].encode(text, add_special_tokens=special)
+        with monkeypatch.context() as patch:
+            patch.setattr("outrider.tokenizer.LONG_TEXT", 1)
+            assert TOKENIZERS[kind].encode(text, add_special_tokens=special) == short
+            long = TOKENIZERS[kind].decode(short, skip_special_tokens=special)
+        assert long == TOKENIZERS[kind].decode(short, skip_special_tokens=special)
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    """If the interpreter's lock were held for all of it, another thread would run once or twice, however long it is."""
+    tokenizer = TOKENIZERS["byte_level"]
+    text = " ".join(CORPUS) * (400_000 // len(" ".join(CORPUS)))
+    turns, encoding, begun = 0, True, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        begun.set()
+        while encoding:
+            turns += 1
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    begun.wait(10)
+    before = turns
+    tokenizer.encode(text)
+    during, encoding = turns - before, False
+    thread.join()
+    assert during >= 10

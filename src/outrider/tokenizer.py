@@ -15,6 +15,7 @@ from tokenizers import AddedToken, decoders, processors
 
 from outrider.chat_template import ChatOptions, ChatTemplates, Messages
 
+LONG_TEXT = 2048  # characters or tokens: about a millisecond
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -86,10 +87,15 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if _LONE_SURROGATE.search(text):
             raise ValueError("the text holds half of a surrogate pair, which has no encoding; send valid Unicode")
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The same ids. This call lets other threads run meanwhile; encode() stops all of them until it is done.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < LONG_TEXT:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]  # see encode()
 
     def token(self, id: int) -> str:
         """The text of one token, leading space included. Part of a character shows as U+FFFD, an unused id as ""."""
