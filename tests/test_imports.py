@@ -9,7 +9,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "outrider"
 # from the ground up; a module may import its own layer and those below
 LAYERS = [
-    {"types", "config", "registry", "sampling_params", "template", "chat_template", "tokenizer"},
+    {"types", "config", "extras", "registry", "sampling_params", "template", "chat_template", "tokenizer"},
     {"kernels"},
     {"layers"},
     {"models"},

@@ -73,7 +73,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nonsense" in serve("--tool-call-parser", "nonsense")
     monkeypatch.delitem(sys.modules, "outrider.server.app", raising=False)
     monkeypatch.setitem(sys.modules, "fastapi", None)  # as if it were not installed
-    assert "outrider[serve]" in serve()
+    assert "outrider serve needs the extra serve, and fastapi is not installed: pip install '.[serve]'" in serve()
 
 
 def test_the_name_of_a_model(tmp_path: Path) -> None:

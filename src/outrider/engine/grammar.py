@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.engine.grammar_limits import MAX_GRAMMAR_LEN, check_grammar, check_regex, schema_text, tag_text
 from outrider.engine.vocabulary import Vocabulary, begun_of, is_past
+from outrider.extras import extra_missing
 from outrider.sampling_params import Guided
 from outrider.tokenizer import Tokenizer
 
@@ -266,5 +267,5 @@ def _xgrammar() -> Any:
     try:
         import xgrammar
     except ImportError as error:
-        raise ValueError('guided needs xgrammar: install the extra "serve" (pip install "outrider[serve]")') from error
+        raise extra_missing("guided", "serve", error) from error
     return xgrammar

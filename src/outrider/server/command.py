@@ -20,10 +20,10 @@ from outrider.bench.options import (
     speculative_from,
 )
 from outrider.console import loading, open_consoles, show_note
+from outrider.extras import extra_missing
 from outrider.llm import LLM
 from outrider.server.log import log, log_to_stderr
 
-EXTRA = "outrider serve needs the serve extra: pip install 'outrider[serve]'"
 DEFAULT_NAME = "default"  # of the embedded model
 
 _LIMITS, _ACCESS = "Limits", "Access"
@@ -121,8 +121,8 @@ def serve_command(
         from outrider.server.parsers import ParserNames, choose
         from outrider.server.security import access_for
         from outrider.server.serving import Server
-    except ModuleNotFoundError as error:
-        raise ValueError(EXTRA) from error
+    except ImportError as error:
+        raise extra_missing("outrider serve", "serve", error) from error
     asked = ParserNames(tool_call_parser, reasoning_parser)
     choose(asked, None)  # an unknown one is refused before anything is loaded
     access = access_for(host, api_key or [], allowed_host or [], allowed_origin or [], max_body * 2**20)
