@@ -20,7 +20,7 @@ DATA = ("py.typed", "kernels/native.c", "default/target/config.json", "server/pl
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, with the setuptools that is installed: nothing is fetched, nothing written beside the source."""
+    """Built from a copy, with the setuptools that is installed: nothing is fetched."""
     copy, made = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, copy)

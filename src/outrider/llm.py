@@ -24,7 +24,7 @@ from outrider.engine.shared import SharedEngine
 from outrider.models.base import Target
 from outrider.outputs import RequestOutput
 from outrider.pair import AUTO, Speculative, named_pair, open_pair
-from outrider.sampling_params import Guided, SamplingParams, Speculation
+from outrider.sampling_params import SamplingParams, Speculation
 from outrider.tokenizer import Tokenizer
 from outrider.types import Images, Prediction
 from outrider.vision import VisionTower, pictures_of, prompt_with_images, vision_of
@@ -253,12 +253,16 @@ class LLM:
             end_ids=frozenset() if params.ignore_eos else self.end_ids,
             text=TextStream(tokenizer, ids, params) if tokenizer is not None else None,
             bad_words=self._bad_words(params),
-            guide=self._guide(params.guided, ids) if params.guided is not None else None,
+            guide=self._guide(params, ids) if params.guided is not None else None,
         )
 
-    def _guide(self, guided: Guided, prompt: Sequence[int]) -> Guide:
+    def _guide(self, params: SamplingParams, prompt: Sequence[int]) -> Guide:
+        assert params.guided is not None
         with self._preparing:
-            return self.engine.guide(guided, prompt)
+            guide = self.engine.guide(params.guided, prompt)
+        room = self.max_model_len - len(prompt)
+        guide.end_within(room if params.max_tokens is None else min(room, params.max_tokens))
+        return guide
 
     def _predicted(self, params: SamplingParams, prompt: Sequence[int]) -> np.ndarray | None:
         """The tokens in which the target would write what is predicted, right after the prompt."""

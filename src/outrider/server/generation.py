@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -107,7 +107,12 @@ def guided_of(body: Generation) -> Guided | None:
         found.append(Guided(grammar=body.guided_grammar))
     if len(found) > 1:
         raise ValueError("response_format and guided_... contradict each other: give one of them")
-    return found[0] if found else None
+    if found:
+        return replace(found[0], max_whitespace=body.guided_max_whitespace, close=body.guided_close)
+    idle = sorted(body.model_fields_set & {"guided_max_whitespace", "guided_close"})
+    if idle:
+        raise ValueError(f"{idle[0]} says how JSON is written, and none is asked for: leave it out")
+    return None
 
 
 @asynccontextmanager
