@@ -86,7 +86,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nonsense" in serve("--tool-call-parser", "nonsense")
     monkeypatch.delitem(sys.modules, "outrider.server.app", raising=False)
     monkeypatch.setitem(sys.modules, "fastapi", None)  # as if it were not installed
-    assert "outrider[serve]" in serve()
+    assert "outrider serve needs the extra serve, and fastapi is not installed: pip install '.[serve]'" in serve()
 
 
 def test_an_address_that_is_not_to_be_had_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:

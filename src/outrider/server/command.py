@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.commands import option
 from outrider.console import loading, open_consoles, show_memory_table, show_note
+from outrider.extras import extra_missing
 from outrider.options import ENGINE, EngineOptions, ModelArgument
 from outrider.server.address import port_of, taken
 from outrider.server.log import log, log_to_stderr
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from outrider.config import EngineConfig
     from outrider.llm import LLM
 
-EXTRA = "outrider serve needs the serve extra: pip install 'outrider[serve]'"
 DEFAULT_NAME = "default"  # of the embedded model
 
 _NAMES, _LIMITS, _ACCESS = "Names and parsers", "Limits", "Access"
@@ -156,8 +156,8 @@ def serve_command(
             from outrider.server.parsers import ParserNames, choose
             from outrider.server.security import access_for
             from outrider.server.serving import Server
-        except ModuleNotFoundError as error:
-            raise ValueError(EXTRA) from error
+        except ImportError as error:
+            raise extra_missing("outrider serve", "serve", error) from error
     asked = ParserNames(names.tool_call_parser, names.reasoning_parser)
     choose(asked, None)  # an unknown one is refused before anything is loaded
     given = access_options
