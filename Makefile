@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test lint install clean
+.PHONY: demo test lint wheel install clean
 
 demo: .venv/installed
 	$(BIN)/outrider generate "Once upon a time there was a little dog" --max-tokens 120 --compare
@@ -18,6 +18,10 @@ lint: .venv/tested
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# into dist/, from what is installed; tests/test_package.py looks into such a wheel
+wheel: .venv/tested
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv

@@ -127,6 +127,15 @@ def test_the_same_seed_gives_the_same_tokens(target: str) -> None:
     assert generate_json(*options)["seed"] != chosen["seed"]
 
 
+def test_memory_is_one_line_on_stderr(target: str, head: str) -> None:
+    for command in (["generate", PROMPT, "--json"], ["chat"]):
+        result = invoke(*command, "--model", target, "--speculative-config", head, "--max-model-len", "64")
+        (line,) = [line for line in result.stderr.splitlines() if line.startswith("memory: ")]
+        for word in ("weights", "drafter", "cache up to", "pages", "context 64 tokens"):
+            assert word in line, line
+        assert "memory" not in result.stdout
+
+
 def test_text_goes_to_stdout_and_the_card_to_stderr(target: str, head: str) -> None:
     expected = generate_json("--model", target)["text"]
     result = invoke("generate", PROMPT, "--model", target, "--speculative-config", head, "-n", "12", "--compare")
@@ -138,10 +147,10 @@ def test_text_goes_to_stdout_and_the_card_to_stderr(target: str, head: str) -> N
 
 
 def test_a_difference_is_exit_status_1(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = outrider.engine.engine.verify
+    honest = outrider.engine.engine.judge
     monkeypatch.setattr(
         outrider.engine.engine,
-        "verify",
+        "judge",
         lambda step, choice: honest(step, (choice + 1) % tiny.VOCAB if step.depth else choice),
     )
     arguments = ("generate", PROMPT, "--model", target, "--draft", "ngram", "-n", "4", "--compare")
@@ -205,8 +214,8 @@ def test_errors_are_one_line_and_exit_status_2(target: str, arguments: list[str]
     result = invoke("generate", *arguments, "--model", target)
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
+    (error,) = [line for line in result.stderr.splitlines() if not line.startswith("memory: ")]
+    assert error.startswith("error: ")
     assert words in result.stderr
 
 

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from outrider import Speculation
+from outrider.agreement import CHECKING
 from outrider.console import (
     DRAFT_COLOURS,
     StreamedText,
@@ -133,7 +134,10 @@ def test_progress_is_for_terminals() -> None:
         assert progress is not None
         for done in range(4):
             progress("/models/rider", done, 3)
+        progress(CHECKING, 1, 2)
     assert "loading rider" in written.getvalue()
+    assert "loading checking" not in written.getvalue()
+    assert "checking the drafter" in written.getvalue()
 
 
 def test_checkpoint_name() -> None:

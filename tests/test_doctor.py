@@ -312,6 +312,25 @@ def test_a_living_drafter_is_soon_known_to_be(max_num_seqs: int) -> None:
         assert llm.engine.scheduler.stats.queried == 0
 
 
+def test_a_check_up_takes_no_longer_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model on a CPU takes long for an answer. Its drafter is given the benefit of the doubt."""
+    settings = plant(tmp_path, _untrained)
+    seen: list[tuple[str, int, int]] = []
+    with LLM(None, {**settings, "force": True}, max_num_seqs=1) as llm:
+        monkeypatch.setattr(agreement_module, "USUAL_SECONDS", 0.0)
+        checkup = check_up(llm.engine, lambda done, most: seen.append(("", done, most)))
+        assert checkup.agreement is not None
+        assert agreement_module.MIN_PLACES <= len(checkup.agreement.places) < 2 * agreement_module.MIN_PLACES
+        assert checkup.is_dead
+        assert len(seen) > agreement_module.MIN_PLACES
+    monkeypatch.setattr(agreement_module, "MAX_SECONDS", 0.0)
+    seen.clear()
+    with LLM(None, settings, max_num_seqs=1, progress=lambda *step: seen.append(step)) as llm:
+        assert llm.checkup is not None
+        assert not llm.checkup.is_dead
+        assert [step for step in seen if step[0] == agreement_module.CHECKING] == [(agreement_module.CHECKING, 1, 128)]
+
+
 def test_what_cannot_be_checked_is_not_refused(target_path: Callable[..., Path], tmp_path: Path) -> None:
     head = {"model": str(tiny.save_eagle3(tmp_path / "head"))}
     with LLM(target_path("llama"), head, max_model_len=64) as llm:

@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "outrider"
 # from the ground up; a module may import its own layer and those below
 LAYERS = [
     {"startup", "commands"},
-    {"types", "config", "registry", "sampling_params", "template", "tokenizer"},
+    {"types", "config", "extras", "registry", "sampling_params", "template", "chat_template", "threads", "tokenizer"},
     {"kernels"},
     {"layers"},
     {"models"},

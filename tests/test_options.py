@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 import typer.main
 from samples import METHODS, drafter_settings, sample_target, suits
 from typer.testing import CliRunner
@@ -24,11 +25,12 @@ from outrider.llm import LLM
 from outrider.options import EngineOptions
 from outrider.pair import DEFAULT_DIRECTORY
 from outrider.preflight import WithoutMemory, check_chat, check_drafter, check_images
+from outrider.server.command import LimitOptions
 
 RUNNERS = {"generate": "hi", "chat": "", "serve": "", "certify": "", "doctor": "", "bench latency": ""}
 SHARED = {
     *("--model", "--draft", "--no-draft", "--speculative-config", "--num-speculative-tokens", "--force"),
-    *("--no-adaptive", "--dtype", "--device", "--max-model-len", "--exact", "--enforce-eager"),
+    *("--no-adaptive", "--dtype", "--device", "--max-model-len", "--threads", "--exact", "--enforce-eager"),
 }
 
 
@@ -166,8 +168,23 @@ def test_a_configuration_opens_an_engine_as_it_says(target_path: Callable[..., P
         assert llm.config == config
 
 
+def test_how_much_is_computed_at_once_suits_the_device(
+    target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = EngineOptions(str(target_path()))
+    config = options.config(**LimitOptions().of_engine())
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (16, 2048)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = options.config(**LimitOptions(max_num_batched_tokens=77, gpu_memory_utilization=0.5).of_engine())
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (256, 77)
+    assert config.gpu_memory_utilization == 0.5
+    assert options.config(max_num_seqs=1).max_num_seqs == 1
+
+
 def test_options_can_be_handed_on_to_another_command(target_path: Callable[..., Path]) -> None:
-    options = EngineOptions(str(target_path()), draft="ngram", num_speculative_tokens=2, exact=True, max_model_len=64)
+    options = EngineOptions(
+        str(target_path()), draft="ngram", num_speculative_tokens=2, exact=True, max_model_len=64, threads=2
+    )
     text = options.arguments()
     assert text[:4] == ["--model", str(target_path()), "--draft", "ngram"]
     assert "--exact" in text

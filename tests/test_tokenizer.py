@@ -2,6 +2,8 @@
 transformers is the reference for what a tokenizer directory means."""
 
 import json
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from outrider import tokenizer as tokenizer_module
+from outrider import chat_template
+from outrider.chat_template import ChatOptions
 from outrider.tokenizer import Detokenizer, StopChecker, Tokenizer, surround
 
 CORPUS = [
@@ -197,7 +200,7 @@ def test_a_directory_means_what_transformers_reads(
     tools = [{"type": "function", "function": {"name": "f", "description": "<é>"}}]
     for options in ({}, {"tools": tools}):
         expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        assert ours.chat(messages, **options) == expected
+        assert ours.chat(messages, ChatOptions(**options)) == expected
 
 
 def test_flags_decide_where_tokenizer_json_does_not(tmp_path: Path) -> None:
@@ -239,7 +242,7 @@ def test_templates_by_name_and_from_files(tmp_path: Path) -> None:
     assert tokenizer is not None
     assert tokenizer.has_chat_template
     assert tokenizer.chat([]) == "plain"
-    assert tokenizer.chat([], tools=[{}]) == "with tools"
+    assert tokenizer.chat([], ChatOptions(tools=[{}])) == "with tools"
     (tmp_path / "chat_template.jinja").write_text("from a file")
     reread = Tokenizer.from_directory(tmp_path)
     assert reread is not None
@@ -257,7 +260,8 @@ def test_template_features() -> None:
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
         "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ mood }} {{ strftime_now('%Y')[:2] }}"
     )
-    assert chat_tokenizer(template).chat([{"content": "a"}, {"content": "b"}], mood="calm") == "acalm 20"
+    options = ChatOptions(template_kwargs={"mood": "calm"})
+    assert chat_tokenizer(template).chat([{"content": "a"}, {"content": "b"}], options) == "acalm 20"
 
 
 @pytest.mark.parametrize(
@@ -272,7 +276,7 @@ def test_template_features() -> None:
     ],
 )
 def test_a_bad_template_is_a_value_error(template: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_module, "MAX_CHAT_LEN", 1000)
+    monkeypatch.setattr(chat_template, "MAX_CHAT_LEN", 1000)
     with pytest.raises(ValueError, match=reason):
         chat_tokenizer(template).chat([{"role": "user", "content": "hello"}])
 
@@ -363,3 +367,38 @@ def test_chunking_does_not_matter(text: str, stop: list[str], cuts: list[int], i
     else:
         end, negative_len, matched = min(ends)
         assert expected == (text[: end if include_stop else end + negative_len], matched)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_long_texts_are_encoded_like_short_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = " ".join([*CORPUS, "<s>kept</s> 🦊\n\n\t1 234"])
+    for special in (True, False):
+        short = TOKENIZERS[kind].encode(text, add_special_tokens=special)
+        with monkeypatch.context() as patch:
+            patch.setattr("outrider.tokenizer.LONG_TEXT", 1)
+            assert TOKENIZERS[kind].encode(text, add_special_tokens=special) == short
+            long = TOKENIZERS[kind].decode(short, skip_special_tokens=special)
+        assert long == TOKENIZERS[kind].decode(short, skip_special_tokens=special)
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    """If the interpreter's lock were held for all of it, another thread would run once or twice, however long it is."""
+    tokenizer = TOKENIZERS["byte_level"]
+    text = " ".join(CORPUS) * (400_000 // len(" ".join(CORPUS)))
+    turns, encoding, begun = 0, True, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        begun.set()
+        while encoding:
+            turns += 1
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    begun.wait(10)
+    before = turns
+    tokenizer.encode(text)
+    during, encoding = turns - before, False
+    thread.join()
+    assert during >= 10

@@ -4,6 +4,7 @@ Nothing drafted is handed over, so that two drafters, or two readings of one, ar
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +36,10 @@ QUESTIONS = (
 )
 SHORT_ANSWER = 16  # tokens
 ENOUGH_AGREED = 24  # draft tokens: then it is alive, whatever the rest would say
+# of a check-up: after the first, as many drafts as say something are enough; after the second, it ends in any case.
+# On a GPU, the first steps compile kernels, which they would have to anyway.
+USUAL_SECONDS, MAX_SECONDS, MAX_GPU_SECONDS = 3.0, 12.0, 60.0
+CHECKING = "checking the drafter"
 
 OnStep = Callable[[int, int], None]  # steps done, steps at most
 _ids = itertools.count()
@@ -199,8 +204,9 @@ class Checkup:
         return self.agreement is not None and self.agreement.is_dead
 
 
-def check_up(engine: Engine) -> Checkup:
-    """The short form of `outrider doctor`: a few short answers, fewer if the drafter soon shows that it is alive."""
+def check_up(engine: Engine, on_step: OnStep | None = None) -> Checkup:
+    """The short form of `outrider doctor`: a few short answers, fewer if the drafter soon shows that it is alive, or if
+    they take long. Too few drafts to tell say nothing against a drafter: the watchdog will go on looking."""
     drafter, tokenizer = engine.drafter, engine.tokenizer
     if drafter is None or not has_weights(drafter):
         return Checkup(None, "there is no drafter with weights to check")
@@ -210,10 +216,15 @@ def check_up(engine: Engine) -> Checkup:
     prompts = [ids for ids in prompts if fits(engine, ids, SHORT_ANSWER)]
     if not prompts:
         return Checkup(None, "the drafter was not checked: the context is too short for a question and its answer")
+    most = MAX_SECONDS if engine.runner.device.type == "cpu" else MAX_GPU_SECONDS
+    begin = time.monotonic()
 
     def enough(agreement: Agreement) -> bool:
-        return sum(place.agreed for place in agreement.places) >= ENOUGH_AGREED
+        if sum(place.agreed for place in agreement.places) >= ENOUGH_AGREED:
+            return True
+        seconds = time.monotonic() - begin
+        return seconds >= (USUAL_SECONDS if len(agreement.places) >= MIN_PLACES else most)
 
-    agreement = follow(engine, drafter, prompts, SHORT_ANSWER, enough=enough)
+    agreement = follow(engine, drafter, prompts, SHORT_ANSWER, enough=enough, on_step=on_step)
     found = f"accept length {agreement.mean_accept_length:.2f} over {len(agreement.places)} drafts"
     return Checkup(agreement, found)

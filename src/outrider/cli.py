@@ -28,6 +28,7 @@ from outrider.console import (
     show_comparison,
     show_error,
     show_matrix,
+    show_memory,
     show_note,
 )
 from outrider.doctor.command import doctor_command
@@ -173,6 +174,7 @@ def generate(
     if image:
         check_images(config.model)
     with load(config, consoles) as llm:
+        show_memory(consoles.about, llm.budget)
         question = Question(_wrap_prompt(llm, text, image or [], chat_template), params)
         first = _run_and_show(llm, question, None if as_json else consoles)
         comparison = None
@@ -302,6 +304,7 @@ def chat(
     config = options.named(target).config(max_num_seqs=1)
     check_chat(config.model)
     with load(config, consoles) as llm:
+        show_memory(consoles.about, llm.budget)
         converse(Conversation(llm, params, consoles, system))
 
 

@@ -117,21 +117,52 @@ class WatchdogConfig:
 
 
 @dataclass(frozen=True)
+class BatchLimits:
+    """How much is computed at once where the user does not say."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+CPU_LIMITS, GPU_LIMITS = BatchLimits(16, 2048), BatchLimits(256, 8192)
+
+
+def batch_limits(device: str) -> BatchLimits:
+    """What suits a device."""
+    return CPU_LIMITS if device_of(device).type == "cpu" else GPU_LIMITS
+
+
+def device_of(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {name!r}; use cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        num_devices = torch.cuda.device_count()
+        raise ValueError(f"there is no device {name}, {num_devices} CUDA devices are visible: use another, or cpu")
+    return device
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     model: str | Path
     speculative: SpeculativeConfig | None = None
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = CPU_LIMITS.max_num_seqs
+    max_num_batched_tokens: int = CPU_LIMITS.max_num_batched_tokens
     page_size: int = 16
     kv_cache_memory: int | None = None  # bytes; None: what the longest allowed requests need, within a share of memory
+    gpu_memory_utilization: float = 0.9  # of a GPU's memory, for weights, activations and cache together
     enable_prefix_caching: bool = True
     num_predicted_tokens: int = 16  # drafted at once from a request's own prediction, at most
     watchdog: WatchdogConfig | None = WatchdogConfig()
     enforce_eager: bool = False  # no CUDA graphs
     exact: bool = False  # on a GPU too, no token depends on what else is computed with it, to the last bit
+    threads: int | None = None  # of the CPU, for the whole process; None: as many as the machine has to spare
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_predicted_tokens <= 1024:
@@ -140,6 +171,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0, at most 1, not {self.gpu_memory_utilization!r}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:
@@ -147,18 +180,7 @@ class EngineConfig:
 
     @property
     def torch_device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError as error:
-            raise ValueError(f"unknown device {self.device!r}; use cpu, cuda or cuda:N") from error
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            num_devices = torch.cuda.device_count()
-            raise ValueError(
-                f"there is no device {self.device}, {num_devices} CUDA devices are visible: use another, or cpu"
-            )
-        return device
+        return device_of(self.device)
 
     def torch_dtype(self, stored: str | None) -> torch.dtype:
         """The chosen dtype; "auto" is float32 on a CPU (fast and exact there), else what the checkpoint stores."""

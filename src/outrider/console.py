@@ -20,6 +20,7 @@ from rich.text import Text
 from outrider.sampling_params import Speculation
 
 if TYPE_CHECKING:  # they import torch, which help and version do without
+    from outrider.engine.memory import Budget
     from outrider.matrix import Cell
     from outrider.measure import Comparison, Run
     from outrider.outputs import CompletionOutput
@@ -88,17 +89,21 @@ class StreamedText:
 
 @contextmanager
 def loading(console: Console) -> Iterator[OnProgress | None]:
-    """A bar for each checkpoint while its weights are read; None, and nothing shown, where nobody watches."""
+    """A bar for each checkpoint while its weights are read, and for whatever else takes its time; None, and nothing
+    shown, where nobody watches."""
     if not console.is_terminal:
         yield None
         return
-    columns = (TextColumn("loading {task.description}"), BarColumn(), MofNCompleteColumn())
+    from outrider.agreement import CHECKING
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         tasks: dict[str, int] = {}
 
         def on_progress(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = progress.add_task(checkpoint_name(what), total=total)
+                name = what if what == CHECKING else f"loading {checkpoint_name(what)}"
+                tasks[what] = progress.add_task(name, total=total)
             progress.update(tasks[what], completed=done)  # type: ignore[arg-type]
 
         yield on_progress
@@ -143,6 +148,16 @@ def show_note(console: Console, note: str) -> None:
 def _print_line(console: Console, line: Text) -> None:
     """On a terminal, lines break between words; for programs, what is said is one line."""
     console.print(line, soft_wrap=not console.is_terminal)
+
+
+def show_memory(console: Console, budget: Budget) -> None:
+    """One line: what the weights and the cache take."""
+    show_note(console, f"memory: {budget.describe()}")
+
+
+def show_memory_table(console: Console, budget: Budget) -> None:
+    for name, value in budget.rows().items():
+        _row(console, name, Text(value))
 
 
 def show_card(console: Console, run: Run, method: str | None) -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from outrider.agreement import Checkup, check_up
-from outrider.config import EngineConfig, WatchdogConfig
+from outrider.agreement import CHECKING, Checkup, check_up
+from outrider.chat_template import ChatOptions, Messages
+from outrider.config import EngineConfig, WatchdogConfig, batch_limits
 from outrider.drafters.base import Drafter
 from outrider.drafters.predicted import tokens_after
 from outrider.engine.checkpoint import open_checkpoint
+from outrider.engine.grammar import Guide
 from outrider.engine.loader import Progress
 from outrider.engine.request import Request, TextStream
+from outrider.engine.shared import SharedEngine
 from outrider.models.base import Target
 from outrider.outputs import RequestOutput
 from outrider.pair import AUTO, Speculative, named_pair, open_pair
@@ -29,7 +34,9 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 
 
 class LLM:
-    """A target, perhaps with a drafter, ready to generate. Use as a context manager, or call close()."""
+    """A target, perhaps with a drafter, ready to generate. Use as a context manager, or call close().
+
+    Several threads may generate, chat and stream at once: their requests are decoded together."""
 
     def __init__(
         self,
@@ -39,39 +46,48 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         page_size: int = 16,
         kv_cache_memory: int | None = None,
+        gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         num_predicted_tokens: int = 16,
         watchdog: WatchdogConfig | bool | None = True,
         enforce_eager: bool = False,
         exact: bool = False,
+        threads: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         target, speculative = named_pair(model, speculative_config)
+        limits = batch_limits(device)
         self.config = EngineConfig(
             model=target,
             speculative=speculative,
             dtype=dtype,
             device=device,
             max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs if max_num_seqs is None else max_num_seqs,
+            max_num_batched_tokens=(
+                limits.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
+            ),
             page_size=page_size,
             kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             num_predicted_tokens=num_predicted_tokens,
             watchdog=(WatchdogConfig() if watchdog else None) if isinstance(watchdog, bool) else watchdog,
             enforce_eager=enforce_eager,
             exact=exact,
+            threads=threads,
         )
         self.engine, self.budget = open_pair(self.config, progress)
         self.tokenizer = self.engine.tokenizer
+        self._shared = SharedEngine(self.engine, self.config.torch_device)
+        self._preparing = threading.Lock()  # grammars are compiled one at a time, and the vision tower is loaded once
         self._ids = itertools.count()
         self._tower: VisionTower | None = None  # loaded with the first image
-        self.checkup = self._check_up()
+        self.checkup = self._check_up(progress)
 
     @classmethod
     def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> LLM:
@@ -81,12 +97,12 @@ class LLM:
 
     # the drafter
 
-    def _check_up(self) -> Checkup | None:
+    def _check_up(self, progress: Progress | None) -> Checkup | None:
         """Refuses a drafter that agrees with nothing the target says: it would only take time."""
         settings = self.config.speculative
         if settings is None or settings.force:
             return None
-        checkup = check_up(self.engine)
+        checkup = check_up(self.engine, partial(progress, CHECKING) if progress is not None else None)
         if checkup.is_dead:
             self.close()
             drafter = settings.model or settings.method
@@ -101,12 +117,13 @@ class LLM:
 
     def warm_up(self) -> None:
         """On a GPU: compiles kernels and records rounds now, so that the first requests do not wait for it."""
-        self.engine.warm_up()
+        with self._shared.between_steps():
+            self.engine.warm_up()
 
     def close(self) -> None:
         """Frees the cache and the weights. The object cannot be used afterwards."""
         if self._open:
-            self.engine.close()
+            self._shared.close(self.engine.close)
             del self.engine
 
     @property
@@ -147,38 +164,34 @@ class LLM:
         params = _params_for(listed, sampling_params)
         pairs = enumerate(zip(listed, params, strict=True))
         groups = [self.requests_for(prompt, each, number) for number, (prompt, each) in pairs]
-        try:
-            for group in groups:
-                for request in group:
-                    self.engine.add(request)
-            self._run([request for group in groups for request in group], on_step)
-        except BaseException:
-            for request in (request for group in groups for request in group):
-                if request in self.engine.scheduler.waiting or request in self.engine.scheduler.running:
-                    self.engine.abort(request)
-            raise
+        self._run([request for group in groups for request in group], on_step)
         return [self._output(prompt, group) for prompt, group in zip(listed, groups, strict=True)]
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **template_kwargs: Any,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """The answer to a conversation, or to each of several."""
+        """The answer to a conversation, or to each of several. See ChatOptions for the options."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
+        options = ChatOptions(
+            tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs or {}
+        )
         conversations = list(messages) if several else [messages]
-        prompts: list[Prompt] = [
-            self.chat_prompt(conversation, **template_kwargs)  # type: ignore[arg-type]
-            for conversation in conversations
-        ]
+        prompts: list[Prompt] = [self.chat_prompt(each, options) for each in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> dict[str, Any]:
+    def chat_prompt(self, messages: Messages, options: ChatOptions | None = None) -> dict[str, Any]:
         """A conversation as a prompt, through the checkpoint's chat template."""
         tokenizer = self._need_tokenizer("a chat")
         plain, pictures = pictures_of(messages)
-        text = tokenizer.chat(plain, **template_kwargs)
+        text = tokenizer.chat(plain, options)
         if pictures:
             return {"prompt": text, "multi_modal_data": {"image": pictures}, "add_special_tokens": False}
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
@@ -187,16 +200,22 @@ class LLM:
         """Yields the growing output after every step. Leaving the loop early aborts the request."""
         params = sampling_params or SamplingParams()
         requests = self.requests_for(prompt, params, 0)
-        for request in requests:
-            self.engine.add(request)
-        try:
-            while not all(request.finished for request in requests):
-                moved = self.engine.step()
-                if any(request in moved for request in requests):
-                    yield self._output(prompt, requests)
-        finally:
-            for request in requests:
-                self.engine.abort(request)
+        num_seen = 0
+
+        def news() -> RequestOutput | None:
+            grown = sum(request.num_outputs for request in requests) > num_seen
+            ended = all(request.finished for request in requests)
+            return self._output(prompt, requests) if grown or ended else None
+
+        with self._shared.running(requests):
+            while True:
+                self._shared.step()
+                output = self._shared.read(news)
+                if output is not None:
+                    num_seen = sum(len(completion.token_ids) for completion in output.outputs)
+                    yield output
+                    if output.finished:
+                        return
 
     def score(self, prompts: Sequence[Prompt], num_top: int = 0) -> list[RequestOutput]:
         """Log-probabilities of the prompts' own tokens."""
@@ -205,16 +224,18 @@ class LLM:
     # helpers
 
     def _run(self, requests: list[Request], on_step: Callable[[int, int], None] | None) -> None:
+        """Until all of them have finished. Nothing of them changes after that, so they may be read freely."""
         num_finished = 0
-        while num_finished < len(requests):
-            self.engine.step()
-            now = sum(request.finished for request in requests)
-            if on_step is not None:
-                on_step(now, len(requests))
-            num_finished = now
+        with self._shared.running(requests):
+            while num_finished < len(requests):
+                self._shared.step()
+                num_finished = self._shared.read(lambda: sum(request.finished for request in requests))
+                if on_step is not None:
+                    on_step(num_finished, len(requests))
 
     def requests_for(self, prompt: Prompt, params: SamplingParams, number: int) -> list[Request]:
         """The requests of one prompt (n of them), checked before anything runs."""
+        self._shared.check_open()
         name = f"prompt {number}"
         ids, images = self._take_in(prompt, name)
         self._check_ids(ids, name)
@@ -246,8 +267,16 @@ class LLM:
             end_ids=frozenset() if params.ignore_eos else self.end_ids,
             text=TextStream(tokenizer, ids, params) if tokenizer is not None else None,
             bad_words=self._bad_words(params),
-            guide=self.engine.guide(params.guided, ids) if params.guided is not None else None,
+            guide=self._guide(params, ids) if params.guided is not None else None,
         )
+
+    def _guide(self, params: SamplingParams, prompt: Sequence[int]) -> Guide:
+        assert params.guided is not None
+        with self._preparing:
+            guide = self.engine.guide(params.guided, prompt)
+        room = self.max_model_len - len(prompt)
+        guide.end_within(room if params.max_tokens is None else min(room, params.max_tokens))
+        return guide
 
     def _predicted(self, params: SamplingParams, prompt: Sequence[int]) -> np.ndarray | None:
         """The tokens in which the target would write what is predicted, right after the prompt."""
@@ -282,15 +311,19 @@ class LLM:
         pictures = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
         vision_of(self.target)
         tokenizer = self._need_tokenizer(f"{name} with an image")
-        if self._tower is None:
-            checkpoint = open_checkpoint(self.config.model)
-            try:
-                self._tower = VisionTower(checkpoint, self.target)
-            finally:
-                checkpoint.close()
         given = prompt.get("prompt_token_ids") or prompt["prompt"]
         special = bool(prompt.get("add_special_tokens", True))
-        return prompt_with_images(given, pictures, self._tower, tokenizer, add_special_tokens=special)
+        return prompt_with_images(given, pictures, self._vision_tower(), tokenizer, add_special_tokens=special)
+
+    def _vision_tower(self) -> VisionTower:
+        with self._preparing:
+            if self._tower is None:
+                checkpoint = open_checkpoint(self.config.model)
+                try:
+                    self._tower = VisionTower(checkpoint, self.target)
+                finally:
+                    checkpoint.close()
+            return self._tower
 
     def _prompt_ids(self, prompt: Prompt, name: str) -> list[int]:
         if isinstance(prompt, Mapping):

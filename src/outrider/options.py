@@ -22,6 +22,7 @@ _DRAFT_HELP = "Drafter: a directory, a hub id, or a method that needs no checkpo
 _CONFIG_HELP = "The drafter with all its settings, in vLLM's names."
 _FORCE_HELP = "Use the drafter even if it agrees with nothing, and draft as much as possible."
 _ADAPTIVE_HELP = "Always draft as much as possible, also where it does not pay."
+_THREADS_HELP = "Threads of the CPU. By default, one for every processor that others leave."
 _LENGTH_HELP = "Longest context, prompt and answer together."
 _EXACT_HELP = "On a GPU: the bits of a token do not depend on what else is computed with it."
 _CHAT_HELP = "Put prompts through the chat template. By default, if the model has one."
@@ -41,6 +42,7 @@ NoAdaptive = Annotated[bool, option(DRAFTER, "--no-adaptive", help=_ADAPTIVE_HEL
 Dtype = Annotated[str, option(ENGINE, "--dtype", metavar="NAME", help="float32, bfloat16, float16 or auto.")]
 Device = Annotated[str, option(ENGINE, "--device", metavar="NAME", help="cpu, cuda, cuda:N or auto.")]
 MaxModelLen = Annotated[int | None, option(ENGINE, "--max-model-len", metavar="N", help=_LENGTH_HELP)]
+Threads = Annotated[int | None, option(ENGINE, "--threads", metavar="N", help=_THREADS_HELP, min=1)]
 Exact = Annotated[bool, option(ENGINE, "--exact", help=_EXACT_HELP)]
 Eager = Annotated[bool, option(ENGINE, "--enforce-eager", help="On a GPU: no CUDA graphs.")]
 PromptFile = Annotated[
@@ -64,6 +66,7 @@ class EngineOptions:
     dtype: Dtype = "auto"
     device: Device = "auto"
     max_model_len: MaxModelLen = None
+    threads: Threads = None
     exact: Exact = False
     enforce_eager: Eager = False
 
@@ -77,8 +80,8 @@ class EngineOptions:
 
     def config(self, *, default_method: str | None = None, **settings: Any) -> EngineConfig:
         """Everything that was chosen; `settings` are those that a command decides itself. `default_method` drafts where
-        neither the options nor the model name a drafter."""
-        from outrider.config import EngineConfig
+        neither the options nor the model name a drafter. How much is computed at once suits the device."""
+        from outrider.config import EngineConfig, batch_limits
         from outrider.pair import named_pair
         from outrider.preflight import check_drafter
 
@@ -86,7 +89,13 @@ class EngineOptions:
         target, speculative = named_pair(self.model, given)
         if speculative is None and default_method is not None and not self.no_draft:
             speculative = named_pair(self.model, {"method": default_method})[1]
-        chosen = {"max_model_len": self.max_model_len, "exact": self.exact, "enforce_eager": self.enforce_eager}
+        chosen = {
+            **vars(batch_limits(self.device)),
+            "max_model_len": self.max_model_len,
+            "threads": self.threads,
+            "exact": self.exact,
+            "enforce_eager": self.enforce_eager,
+        }
         config = EngineConfig(
             model=target,
             speculative=self._adjusted(speculative),
@@ -107,6 +116,7 @@ class EngineOptions:
             "--dtype": self.dtype,
             "--device": self.device,
             "--max-model-len": self.max_model_len,
+            "--threads": self.threads,
         }
         flags = {
             "--no-draft": self.no_draft,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,23 @@ from outrider.drafters.predicted import with_predictions
 from outrider.engine.cache import NUM_MISSABLE
 from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
 from outrider.engine.engine import Engine
-from outrider.engine.loader import Progress, build_drafter, build_target, building, lives_in_target, load_weights
+from outrider.engine.gguf import GgufCheckpoint
+from outrider.engine.loader import (
+    KeptBlocks,
+    Progress,
+    build_drafter,
+    build_target,
+    building,
+    can_keep_blocks,
+    lives_in_target,
+    load_weights,
+)
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
 from outrider.layers.exact import make_exact
-from outrider.layers.packing import pack_weights
+from outrider.layers.packing import held_bytes, pack_weights, share_blocks
 from outrider.models.base import Target
 from outrider.preflight import refuse_drafter
+from outrider.threads import threads
 from outrider.tokenizer import Tokenizer
 from outrider.types import Checkpoint
 
@@ -88,6 +99,7 @@ def _speculative(given: Speculative, own: str | None) -> SpeculativeConfig | Non
 
 def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, Budget]:
     """Builds both models, checks that everything fits, and only then reads weights and takes memory."""
+    _use_threads(config)
     checkpoint = open_checkpoint(config.model)
     drafter_checkpoint: Checkpoint | None = None
     try:
@@ -104,15 +116,15 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
         tokenizer = load_tokenizer(checkpoint)
         if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:
             _check_tokenizers(tokenizer, load_tokenizer(drafter_checkpoint))
-        budget = plan_memory(_bounded(config, target), demand_of(target, drafter), parameter_bytes(target, drafter))
-        load_weights(target, checkpoint, progress)
+        loaded: list[tuple[Target | Drafter, Checkpoint]] = [(target, checkpoint)]
         if drafter is not None and drafter_checkpoint is not None:
-            load_weights(drafter, drafter_checkpoint, progress)
-            drafter.check()
-        with torch.inference_mode():
-            for module in (target, drafter):
-                if module is not None:
-                    pack_weights(module)
+            loaded.append((drafter, drafter_checkpoint))
+        budget = plan_memory(_bounded(config, target), demand_of(target, drafter), _weight_bytes(loaded))
+        _load(loaded, progress)
+        held = held_bytes(*(module for module, _ in loaded))
+        budget = replace(budget, weight_bytes=held, drafter_bytes=held - held_bytes(target))
+        if config.torch_device.type == "cpu":
+            target.register_forward_pre_hook(lambda *_: threads.adjust())
         if config.exact:  # of the target alone: what a drafter says is judged
             make_exact(target)
         engine = Engine(config, target, drafter, budget, tokenizer)
@@ -123,6 +135,38 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
         checkpoint.close()
         if drafter_checkpoint is not None:
             drafter_checkpoint.close()
+
+
+def _load(loaded: Sequence[tuple[Target | Drafter, Checkpoint]], progress: Progress | None) -> None:
+    """Weights, in the forms that they are computed with."""
+    kept: KeptBlocks = {}
+    for module, source in loaded:
+        load_weights(module, source, progress, kept if can_keep_blocks(module, source) else None)
+    for module, _ in loaded:
+        share_blocks(module, kept)
+        if isinstance(module, Drafter):
+            module.check()
+    with torch.inference_mode():
+        for module, _ in loaded:
+            pack_weights(module)
+
+
+def _weight_bytes(loaded: Sequence[tuple[Target | Drafter, Checkpoint]]) -> int:
+    """What the weights will take, at most."""
+    total, modules = 0, []
+    for module, source in loaded:
+        if isinstance(source, GgufCheckpoint) and can_keep_blocks(module, source):
+            total += source.held_bytes
+        else:
+            modules.append(module)
+    return total + parameter_bytes(*modules)
+
+
+def _use_threads(config: EngineConfig) -> None:
+    if config.threads is not None:
+        threads.fix(config.threads)
+    else:
+        threads.follow()
 
 
 def _predicting(config: EngineConfig, engine: Engine) -> Drafter | None:
@@ -149,6 +193,8 @@ def demand_of(target: Target, drafter: Drafter | None) -> Demand:
         itemsize=next(target.parameters()).element_size(),
         lookahead=drafter.lookahead if drafter is not None else 0,
         model_max_len=target.max_len,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
     )
 
 

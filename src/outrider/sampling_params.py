@@ -10,6 +10,7 @@ from typing import Any
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_N = 256
+MAX_WHITESPACE = 64
 MAX_PREDICTION = 2**18  # characters, or tokens
 
 
@@ -25,6 +26,8 @@ class Guided:
     structural_tag: Mapping[str, Any] | None = None  # the format in one, as xgrammar has it, without free text
     after: str | None = None  # text such as "</think>" before which the answer is free; None: bound from the start
     opening: str | None = None  # with after: free only where this text ends the prompt or begins the answer
+    max_whitespace: int = 1  # characters between two parts of a JSON text: many models write nothing else otherwise
+    close: bool = True  # JSON that would be cut by max_tokens is closed in time, as shortly as the schema allows
 
     def __post_init__(self) -> None:
         if self.kind == "" or len(self._given) > 1:
@@ -32,6 +35,7 @@ class Guided:
             raise ValueError(f"guided needs exactly one of {known}, not {', '.join(self._given) or 'none'}")
         if not isinstance(self.json_object, bool):
             raise ValueError(f"guided: json_object must be true or false, not {self.json_object!r}")
+        _check_range("guided: max_whitespace", self.max_whitespace, 1, MAX_WHITESPACE)
         if not isinstance(self.json_schema, Mapping | str | None):
             raise ValueError(f"guided: json_schema must be a JSON object or its text, not {self.json_schema!r}")
         if not isinstance(self.structural_tag, Mapping | None):
@@ -137,7 +141,17 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("prompt_logprobs", 0, MAX_LOGPROBS),
     ("num_speculative_tokens", 0, 1024),
 )
-_WHOLE = {"n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "num_speculative_tokens"}
+_WHOLE = {
+    "guided: max_whitespace",
+    "n",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "num_speculative_tokens",
+}
 
 
 def _check_range(name: str, value: float | None, low: float, high: float) -> None:

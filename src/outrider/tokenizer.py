@@ -1,5 +1,5 @@
 """Text to token ids and back: encoding, chat templates, and text that streams out token by token.
-Knows nothing of models or requests; what it reads from a checkpoint is data; templates run elsewhere (template.py)."""
+Knows nothing of models or requests; what it reads from a checkpoint is data; templates run elsewhere."""
 
 import codecs
 import hashlib
@@ -13,9 +13,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, processors
 
-from outrider.template import TemplateError, Templates
+from outrider.chat_template import ChatOptions, ChatTemplates, Messages
 
-MAX_CHAT_LEN = 16 * 2**20  # characters a chat template may produce; a hostile template must not fill the memory
+LONG_TEXT = 2048  # characters or tokens: about a millisecond
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -46,8 +46,7 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})  # "bos_token" -> "<s>", as templates see them
-        self._templates = dict(templates or {})  # template name -> source; the usual one is called "default"
-        self._origin = origin
+        self._chat = ChatTemplates(templates or {}, self._special_tokens, origin)
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self.bos_token_id = self._special_id("bos_token")
@@ -73,11 +72,12 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._templates)
+        return bool(self._chat.sources)
 
     def template_text(self, *, tools: bool = False) -> str | None:
         """The source of the chat template that is used with or without tools; None where there is none."""
-        return self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default")
+        sources = self._chat.sources
+        return sources.get("tool_use" if tools and "tool_use" in sources else "default")
 
     def special_id(self, text: str) -> int | None:
         """The special token that is written so."""
@@ -87,10 +87,15 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if _LONE_SURROGATE.search(text):
             raise ValueError("the text holds half of a surrogate pair, which has no encoding; send valid Unicode")
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The same ids. This call lets other threads run meanwhile; encode() stops all of them until it is done.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < LONG_TEXT:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]  # see encode()
 
     def token(self, id: int) -> str:
         """The text of one token, leading space included. Part of a character shows as U+FFFD, an unused id as ""."""
@@ -115,26 +120,9 @@ class Tokenizer:
         """Whether decode() passes over this id: a skipped special token, or an id that the vocabulary does not use."""
         return (skip_special_tokens and id in self._special_ids) or self._backend.id_to_token(id) is None
 
-    def chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **template_kwargs: Any,
-    ) -> str:
+    def chat(self, messages: Messages, options: ChatOptions | None = None) -> str:
         """The prompt for a conversation. It holds its own special tokens: encode it with add_special_tokens=False."""
-        name = self._template_name(tools)
-        given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        variables = {"documents": None, **self._special_tokens, **template_kwargs, **given}
-        try:
-            return self._renderer.render(name, variables)
-        except TemplateError as error:
-            if error.is_source:
-                raise ValueError(f"the chat template of {self._origin} does not parse ({error}); replace it") from error
-            raise ValueError(f"the chat template of {self._origin} failed on these messages ({error})") from error
-        except RecursionError:
-            raise ValueError("the messages are nested too deeply for a chat template; flatten them") from None
+        return self._chat.render(messages, options or ChatOptions())
 
     def fingerprint(self) -> str:
         """The same for two tokenizers whose ids mean the same tokens."""
@@ -144,21 +132,6 @@ class Tokenizer:
     def _fingerprint(self) -> str:
         vocabulary = sorted((id, token) for token, id in self._backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
-
-    @cached_property
-    def _renderer(self) -> Templates:
-        return Templates(self._templates, MAX_CHAT_LEN)
-
-    def _template_name(self, tools: list[dict[str, Any]] | None) -> str:
-        if not self._templates:
-            raise ValueError(
-                f"{self._origin} has no chat template; send a plain prompt, or give it a chat_template.jinja"
-            )
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        if name not in self._templates:
-            known = ", ".join(sorted(self._templates))
-            raise ValueError(f"{self._origin} has no default chat template, only {known}; name one of them 'default'")
-        return name
 
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from outrider.extras import extra_missing
 from outrider.models.base import Target, Vision
 from outrider.tokenizer import Tokenizer
 from outrider.types import Checkpoint, Images
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Picture = Any  # a PIL image, a path, the bytes of a file, or a data: URL
-EXTRA = "images need the vision extra: pip install 'outrider[vision]'"
 MAX_PIXELS = 64 * 2**20
 
 
@@ -121,7 +121,7 @@ def pictures_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
         if not isinstance(content, str) and isinstance(content, Sequence):
             parts = []
             for part in content:
-                if part.get("type") in ("image", "image_url"):
+                if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
                     pictures.append(_picture_in(part))
                     part = {"type": "image"}
                 parts.append(part)
@@ -144,7 +144,7 @@ def open_picture(picture: Picture) -> Image:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
-        raise ValueError(EXTRA) from error
+        raise extra_missing("an image", "vision", error) from error
     if isinstance(picture, Image.Image):
         return picture.convert("RGB")
     source: Any = picture
@@ -203,7 +203,7 @@ def _import_transformers() -> ModuleType:
         import PIL  # noqa: F401
         import transformers
     except ImportError as error:
-        raise ValueError(EXTRA) from error
+        raise extra_missing("an image", "vision", error) from error
     return transformers
 
 

@@ -1,6 +1,8 @@
 """GGUF files for the tests, written with the gguf package from tiny random transformers models."""
 
+import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -84,8 +86,8 @@ def gguf_array(name: str, tensor: torch.Tensor, model, family: str) -> numpy.nda
     return array + 1 if family == "gemma3" and name.endswith("norm.weight") else array
 
 
-def model_writer(path: Path, model, family: str) -> gguf.GGUFWriter:
-    """A file with the settings that all families have, and with the tensors."""
+def model_writer(path: Path, model, family: str, types: Sequence[str] = ("F32",)) -> gguf.GGUFWriter:
+    """A file with the settings that all families have, and with the tensors: matrices in these types by turns."""
     config = model.config
     writer = gguf.GGUFWriter(path, family)
     writer.add_block_count(config.num_hidden_layers)
@@ -98,14 +100,17 @@ def model_writer(path: Path, model, family: str) -> gguf.GGUFWriter:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
+    turns = itertools.cycle(types)
     for name, tensor in model.state_dict().items():
         if not (name == "lm_head.weight" and config.tie_word_embeddings):
-            writer.add_tensor(gguf_name(name, family), gguf_array(name, tensor, model, family))
+            array = gguf_array(name, tensor, model, family)
+            kind = gguf.GGMLQuantizationType[next(turns) if array.ndim > 1 else "F32"]
+            writer.add_tensor(gguf_name(name, family), gguf.quants.quantize(array, kind), raw_dtype=kind)
     return writer
 
 
-def write_model(path: Path, model, family: str) -> Path:
-    return finish(model_writer(path, model, family))
+def write_model(path: Path, model, family: str, types: Sequence[str] = ("F32",)) -> Path:
+    return finish(model_writer(path, model, family, types))
 
 
 def tiny_model(family: str, **options: object):

@@ -22,9 +22,12 @@ from gguf_files import (
     write_model,
 )
 
+from outrider.engine import gguf_weights
 from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
 from outrider.engine.gguf import GgufCheckpoint
-from outrider.engine.gguf_file import TENSOR_TYPES
+from outrider.engine.gguf_file import PLAIN_TYPES, TENSOR_TYPES
+from outrider.kernels import native
+from outrider.kernels.packed import Blocks, pack_blocks
 from outrider.tokenizer import Detokenizer
 
 QUANTISED = [name for name, block_len, _ in TENSOR_TYPES.values() if block_len > 1]
@@ -103,6 +106,77 @@ def test_quantised_blocks_are_expanded(tmp_path: Path, type_name: str) -> None:
     assert tensor.isfinite().all()
     assert tensor.std() > 0
     assert numpy.array_equal(tensor.numpy(), gguf.quants.dequantize(blocks, kind))
+    checkpoint.close()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the reference multiplies infinities
+@pytest.mark.parametrize("type_name", QUANTISED)
+def test_every_block_means_what_the_reference_says(type_name: str) -> None:
+    """Any bytes: scales that are negative, subnormal or zero, every level. Whatever the number of threads."""
+    sizes = {name: (number, *others) for number, (name, *others) in TENSOR_TYPES.items()}
+    type_number, block_len, block_bytes = sizes[type_name]
+    blocks = numpy.random.default_rng(1).integers(0, 256, (64, 3 * block_bytes), dtype=numpy.uint8)
+    blocks[:8, 1] &= 0x80  # subnormal scales, of both signs
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(type_number)))
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            out = torch.full((64, 3 * block_len), 7.0)
+            native.dequantise(Blocks(torch.from_numpy(blocks), type_number, 3 * block_len), out)
+            assert torch.equal(out.nan_to_num(), expected.nan_to_num())
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("type_name", QUANTISED)
+def test_linear_layers_take_blocks_as_they_are(type_name: str) -> None:
+    """The same bits as with floats, at a depth that parts blocks in their middle, with rows of another type below."""
+    numbers = {name: number for number, (name, *_) in TENSOR_TYPES.items()}
+    parts, floats = [], []
+    for name, num_rows in ((type_name, 37), ("Q8_0", 30), (type_name, 1)):
+        stored = torch.from_numpy(random_blocks(name, num_rows, 2816))
+        parts.append(Blocks(stored, numbers[name], 2816))
+        floats.append(torch.from_numpy(gguf.quants.dequantize(stored.numpy(), gguf.GGMLQuantizationType[name])))
+    weight, packed = torch.cat(floats), pack_blocks(parts)
+    x = torch.randn(9, 2816, generator=torch.Generator().manual_seed(0))
+    empty = torch.full((1,), torch.nan).expand(weight.shape)
+    with torch.inference_mode():
+        for num_rows in (1, 9):
+            assert torch.equal(native.linear(x[:num_rows], empty, None, packed), native.linear(x[:num_rows], weight))
+        for first in (1, 37, 50, 67):
+            rest = native.linear(x, empty[first:], None, packed.rows_from(first))
+            assert torch.equal(rest, native.linear(x, weight[first:]))
+        ids = torch.tensor([[3, 0], [36, 3]])
+        assert torch.equal(native.unpack_rows(pack_blocks(parts[:1]), ids), floats[0][ids])
+
+
+@pytest.mark.parametrize("type_name", ["F32", "F16", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_are_read_into_parts_of_others(
+    tmp_path: Path, type_name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a head that lie in pairs as well, and in several pieces where there is a type to change."""
+    monkeypatch.setattr(gguf_weights, "CHUNK", 700)
+    kind = gguf.GGMLQuantizationType[type_name]
+    values = numpy.random.default_rng(0).normal(size=(32, 256)).astype(numpy.float32)
+    plain = type_name in PLAIN_TYPES
+    stored = gguf.quants.quantize(values, kind) if plain else random_blocks(type_name, 32, 256)
+    writer = minimal_writer(tmp_path / "model.gguf", "llama")
+    add_embedding(writer)
+    for name in ("blk.0.attn_q.weight", "blk.0.ffn_up.weight"):
+        writer.add_tensor(name, stored, raw_dtype=kind)
+    checkpoint = GgufCheckpoint(finish(writer))
+    for name in ("self_attn.q_proj", "mlp.up_proj"):
+        whole = torch.zeros(34, 256, dtype=dtype)
+        checkpoint.read_into(f"model.layers.0.{name}.weight", whole[1:33])
+        assert not whole[0].any()
+        assert not whole[33].any()
+        assert torch.equal(whole[1:33], checkpoint.tensor(f"model.layers.0.{name}.weight").to(dtype))
+    pairs = checkpoint.tensor("model.layers.0.mlp.up_proj.weight").view(4, 4, 2, 256)
+    halves = checkpoint.tensor("model.layers.0.self_attn.q_proj.weight").view(4, 2, 4, 256)
+    assert torch.equal(halves, pairs.transpose(1, 2))
+    checkpoint.close()
 
 
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"])
@@ -131,12 +205,18 @@ def test_plain_types_stay_as_they_are(tmp_path: Path, type_name: str, dtype: tor
     assert torch.equal(tensor, weight)
 
 
-def test_only_quantised_files_need_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_package_expands_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = minimal_file(tmp_path)
     writer = minimal_writer(tmp_path / "quantised.gguf")
     add_embedding(writer)
-    writer.add_tensor("output.weight", random_blocks("Q8_0", 4, 32), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("output.weight", random_blocks("Q8_0", 8, 32), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("blk.0.attn_q.weight", random_blocks("Q4_0", 32, 32), raw_dtype=gguf.GGMLQuantizationType.Q4_0)
     quantised = finish(writer)
+    names = ("lm_head.weight", "model.layers.0.self_attn.q_proj.weight")
+    fast = [open_checkpoint(quantised).tensor(name) for name in names]
+    monkeypatch.setattr(native, "library", lambda: None)
+    slow = [open_checkpoint(quantised).tensor(name) for name in names]
+    assert all(map(torch.equal, fast, slow))
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert open_checkpoint(plain).tensor("model.embed_tokens.weight").shape == (8, 32)
     with pytest.raises(ValueError, match="pip install gguf"):

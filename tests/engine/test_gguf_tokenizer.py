@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from outrider.chat_template import ChatOptions
 from outrider.engine.gguf_file import Metadata
 from outrider.engine.gguf_tokenizer import build_tokenizer
 from outrider.tokenizer import Detokenizer, Tokenizer
@@ -123,7 +124,7 @@ def test_the_default_splitting() -> None:
 def test_chat_templates() -> None:
     tokenizer = build(byte_level_metadata(trained(splitter_for("gpt-2")), "gpt-2"))
     assert tokenizer.chat([{"content": "hi"}]) == "<|im_start|>hi"
-    assert tokenizer.chat([], tools=[{}]) == "with tools"
+    assert tokenizer.chat([], ChatOptions(tools=[{}])) == "with tools"
 
 
 def test_fillers_are_not_tokens() -> None:

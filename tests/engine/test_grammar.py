@@ -20,7 +20,6 @@ from samples import Oracle
 from tokenizers import decoders, models
 
 from outrider import LLM, RequestOutput, SamplingParams
-from outrider.engine import grammar
 from outrider.engine.grammar import Grammars, Guide
 from outrider.engine.sampler import Masks, restrict
 from outrider.llm import total_speculation
@@ -129,10 +128,7 @@ def object_of(source: random.Random, depth: int, names: list[str]) -> dict[str, 
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def test_answers_satisfy_schemas_of_every_shape(
-    llm: LLM, plain: LLM, oracle: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar, "MAX_WHITESPACE", 1)  # small models would fill their answer with it
+def test_answers_satisfy_schemas_of_every_shape(llm: LLM, plain: LLM, oracle: LLM) -> None:
     schemas = [make_schema(seed) for seed in range(64)]
     for temperature in (0, 1):
         params = [
@@ -404,7 +400,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"enum": ["a", 3], "type": "string"}}, "not of type"),
     ({"json_schema": {"type": "object", "minProperties": 1, "additionalProperties": True}}, "minProperties together"),
     ({"regex": "(a"}, "regex cannot be used"),
-    ({"regex": r"(a)\1"}, "regex cannot be used"),
+    ({"regex": r"(a)\1"}, "a backreference"),
     ({"regex": "(a|b)*" * 100}, "at most 32"),
     ({"regex": "(" * 100 + "a" + ")" * 100}, "nested"),
     ({"regex": "a{1,99999999999}"}, "repeats"),

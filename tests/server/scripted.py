@@ -55,6 +55,10 @@ class ScriptGuide:
         self._num_said += 1
         return self._own is None or self._own.accept(token)
 
+    @property
+    def is_closing(self) -> bool:
+        return self._own is not None and self._own.is_closing
+
     def masks(self, draft: Sequence[int]) -> list[tuple[int, Tensor]]:
         own = dict(self._own.masks(draft)) if self._own is not None else {}
         for row in range(len(draft) + 1):

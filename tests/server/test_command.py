@@ -52,10 +52,20 @@ def test_serving_and_sigterm() -> None:
         assert process.stderr is not None
         said = process.stderr.read().decode()
         events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-        assert [event["event"] for event in events] == ["parsers", "listening", "draining", "request", "ended"]
+        assert [event["event"] for event in events] == [
+            "parsers",
+            "memory",
+            "listening",
+            "draining",
+            "request",
+            "ended",
+        ]
         assert (events[0]["tools"], events[0]["reasoning"]) == (None, None)
         assert "no marker" in events[0]["because"]["tools"]
-        assert events[3]["completion_tokens"] == 150
+        assert events[1]["num_tokens"] >= 64
+        assert events[4]["completion_tokens"] == 150
+        for label in ("weights", "drafter", "cache", "context"):
+            assert any(line.startswith(f"{label} ") for line in said.splitlines()), said
         assert "Hello" not in said
     finally:
         process.kill()
@@ -76,7 +86,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nonsense" in serve("--tool-call-parser", "nonsense")
     monkeypatch.delitem(sys.modules, "outrider.server.app", raising=False)
     monkeypatch.setitem(sys.modules, "fastapi", None)  # as if it were not installed
-    assert "outrider[serve]" in serve()
+    assert "outrider serve needs the extra serve, and fastapi is not installed: pip install '.[serve]'" in serve()
 
 
 def test_an_address_that_is_not_to_be_had_is_refused_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def explore(running: Running, paths: Callable[[str], bool], speculation: Sequenc
 def test_generation(running: Running) -> None:
     statuses = explore(running, lambda path: path in GENERATION, (True, False))
     print(statuses)
-    assert set(statuses) == {200, 400, 404}
+    assert {200, 400} <= set(statuses) <= {200, 400, 404}  # whether a wrong model is among them is up to chance
     assert min(statuses[200], statuses[400]) >= 20
 
 

@@ -98,7 +98,7 @@ def _out():
 def test_a_models_endless_template_over_http(serve: Serve, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert llm.tokenizer is not None
     with serve() as running:
-        monkeypatch.setitem(llm.tokenizer.__dict__, "_renderer", Templates({"default": BOMBS["loops"]}, 10_000, 1.0))
+        monkeypatch.setitem(llm.tokenizer._chat.__dict__, "_own", Templates({"default": BOMBS["loops"]}, 10_000, 1.0))
         with ThreadPoolExecutor(4) as pool:
             begin = time.monotonic()
             chats = [pool.submit(running.post, PATH, CHAT) for _ in range(3)]

@@ -21,6 +21,7 @@ from outrider.options import (
     Exact,
     ModelArgument,
     PromptFile,
+    Threads,
 )
 from outrider.startup import importing
 
@@ -48,9 +49,6 @@ Prompt = Annotated[
 Workload = Annotated[str, typer.Option("--workload", metavar="NAME", help="Built-in prompts: chat or repetition.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens in each answer.", min=2)]
 NumRuns = Annotated[int, typer.Option("--num-runs", metavar="N", help="Timed runs of every side.", min=1)]
-Threads = Annotated[
-    int | None, typer.Option("--threads", metavar="N", help="CPU threads. By default, as torch decides.", min=1)
-]
 NumPrompts = Annotated[
     int | None,
     typer.Option("--num-prompts", metavar="N", help="Prompts in a run. By default 3, or all of a file.", min=1),
@@ -69,7 +67,6 @@ def latency(
     num_prompts: NumPrompts = None,
     max_tokens: MaxTokens = 128,
     num_runs: NumRuns = 5,
-    threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
     """One request at a time: how long a user waits.
@@ -95,7 +92,6 @@ def latency(
         num_prompts=num_prompts or (len(texts) if prompts is not None else min(len(texts), NUM_PROMPTS)),
         max_tokens=max_tokens,
         num_runs=num_runs,
-        threads=threads,
     )
     _run_and_report(plan, as_json)
 
@@ -111,7 +107,6 @@ def throughput(
     batch_size: BatchSize = 8,
     max_tokens: MaxTokens = 128,
     num_runs: NumRuns = 5,
-    threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
     """Many requests at once: how much a machine can do.
@@ -137,7 +132,6 @@ def throughput(
         num_prompts=max(batch_size, len(texts)) if prompts is not None else batch_size,
         max_tokens=max_tokens,
         num_runs=num_runs,
-        threads=threads,
     )
     _run_and_report(plan, as_json)
 
@@ -211,6 +205,7 @@ def bench_round(
     temperature: Temperature = 0.0,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    threads: Threads = None,
     exact: Exact = False,
     enforce_eager: Eager = False,
     against: RoundPeers = None,
@@ -240,6 +235,7 @@ def bench_round(
         enable_prefix_caching=False,
         enforce_eager=enforce_eager,
         exact=exact,
+        threads=threads,
     )
     plan = Plan(shape, batch_size, context, num_rounds, temperature, config, num_speculative_tokens, accept_length)
     found = measure_all(plan, method or (), against or (), num_tokens)

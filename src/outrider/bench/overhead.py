@@ -7,11 +7,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -58,17 +57,16 @@ class Task:
         return [[{"role": "user", "content": text}] for text in self.prompts]
 
 
-def measure(
-    options: EngineOptions, task: Task, num_runs: int, threads: int, progress: Progress | None
-) -> dict[str, Any]:
+def measure(options: EngineOptions, task: Task, num_runs: int, progress: Progress | None) -> dict[str, Any]:
     """Opens an engine and a server of the same choices, and lets them answer the same chats in turn."""
+    threads = options.threads or 1
+    options = replace(options, threads=threads)
     config = options.config(max_num_seqs=task.concurrency, enable_prefix_caching=False)
-    torch.set_num_threads(threads)
     with ExitStack() as opened:
         llm = opened.enter_context(LLM.from_config(config))
         log = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "server.log"
         own = ["--max-num-seqs", str(task.concurrency), "--no-enable-prefix-caching"]
-        server = opened.enter_context(server_process([*options.arguments(), *own], log, threads))
+        server = opened.enter_context(server_process([*options.arguments(), *own], log))
         passes = run_in_turn(llm, server, task, num_runs, progress)
     return to_dict(passes, task, threads) | {"model": checkpoint_name(shown_name(config.model))}
 

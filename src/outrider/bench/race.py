@@ -19,6 +19,7 @@ from outrider.console import checkpoint_name
 from outrider.llm import LLM
 from outrider.measure import forget_requests, method_of
 from outrider.pair import shown_name
+from outrider.threads import threads as cpu_threads
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class Plan:
     num_prompts: int
     max_tokens: int
     num_runs: int
-    threads: int | None
 
     def batches(self) -> list[Prompts]:
         """The prompts as ids, in batches; where there are too few, they come again."""
@@ -47,8 +47,7 @@ def run(plan: Plan, progress: Progress | None = None) -> tuple[Setting, list[Rec
     """Opens all sides, lets them run in turn, and closes them again."""
     for name in plan.against:
         peers[name]  # an unknown one is refused before anything is loaded
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
+    cpu_threads.fix(plan.config.threads or torch.get_num_threads())  # the same for all sides, to the end
     batches = plan.batches()
     with ExitStack() as opened:
         sides, setting, notes = _open(plan, batches, opened)

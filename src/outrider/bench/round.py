@@ -21,6 +21,7 @@ from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.request import Request
 from outrider.sampling_params import SamplingParams
+from outrider.threads import threads
 
 NUM_CHUNKS = 7
 WARM_UP = 8
@@ -59,6 +60,7 @@ def measure_all(plan: Plan, methods: Sequence[str], against: Sequence[str], num_
     for name in methods:
         check_method(name)
     check_peers(against)
+    threads.fix(plan.config.threads or torch.get_num_threads())  # the same for all sides, to the end
     # room for every round that is measured, at the most that one can bring
     rounds = plan.num_rounds * NUM_CHUNKS + WARM_UP + 4
     rows = max((1 + plan.num_speculative_tokens) * rounds, num_tokens)

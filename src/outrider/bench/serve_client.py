@@ -13,7 +13,6 @@ from outrider.bench.prompts import PromptText
 if TYPE_CHECKING:
     import httpx
 
-EXTRA = "outrider bench serve needs the serve extra: pip install 'outrider[serve]'"
 MAX_KIND = 100  # characters of an error's kind
 
 

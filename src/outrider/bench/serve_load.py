@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.bench.interleave import Progress
 from outrider.bench.prompts import PromptText
-from outrider.bench.serve_client import EXTRA, Answered, Asking, ask
+from outrider.bench.serve_client import Answered, Asking, ask
 from outrider.bench.serve_metrics import Drafting, drafting_from
+from outrider.extras import extra_missing
 
 if TYPE_CHECKING:
     import httpx
@@ -67,8 +68,8 @@ class Outcome:
 def connect(base_url: str, api_key: str | None, timeout: float) -> httpx.AsyncClient:
     try:
         import httpx
-    except ModuleNotFoundError as error:
-        raise ValueError(EXTRA) from error
+    except ImportError as error:
+        raise extra_missing("outrider bench serve", "serve", error) from error
     if not base_url.startswith(("http://", "https://")):
         raise ValueError(f"--base-url must begin with http:// or https://, not {base_url!r}")
     root = base_url.rstrip("/").removesuffix("/v1")

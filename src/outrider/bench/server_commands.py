@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from outrider.console import open_consoles, print_json, progress_bar
-from outrider.options import AsJson, EngineOptions, ModelArgument, PromptFile
+from outrider.options import AsJson, EngineOptions, ModelArgument, PromptFile, Threads
 from outrider.startup import importing
 
 DEFAULT_CONCURRENCY = 8
@@ -126,7 +126,6 @@ AtOnce = Annotated[int, typer.Option("--concurrency", metavar="N", help="Request
 NumRequests = Annotated[int, typer.Option("--num-prompts", metavar="N", help="Requests in each pass.", min=1)]
 NumTokens = Annotated[int, typer.Option("--max-tokens", "-n", metavar="N", help="Tokens in each answer.", min=2)]
 NumRuns = Annotated[int, typer.Option("--num-runs", metavar="N", help="Timed runs of every side.", min=1)]
-Threads = Annotated[int, typer.Option("--threads", metavar="N", help="CPU threads of either engine.", min=1)]
 
 
 def overhead(
@@ -136,13 +135,12 @@ def overhead(
     num_prompts: NumRequests = 48,
     max_tokens: NumTokens = 128,
     num_runs: NumRuns = 5,
-    threads: Threads = 1,
     as_json: AsJson = False,
 ) -> None:
     """The server against the engine that is inside it.
 
-    Same chats, same batch, greedy, in turn. The client reads bytes and counts afterwards; its share of a core is shown.
-    Needs Linux and the serve extra.
+    Same chats, same batch, greedy, in turn, each with one thread unless --threads says otherwise. The client reads
+    bytes and counts afterwards; its share of a core is shown. Needs Linux and the serve extra.
 
     \b
     Example:
@@ -155,7 +153,7 @@ def overhead(
     task = Task([texts[number % len(texts)] for number in range(num_prompts)], max_tokens, concurrency)
     consoles = open_consoles()
     with progress_bar(consoles.about) as progress:
-        report = measure(options.named(target), task, num_runs, threads, progress)
+        report = measure(options.named(target), task, num_runs, progress)
     if not as_json:
         show(consoles.out, report)
     print_json(consoles.out, report, asked=as_json)
@@ -163,10 +161,9 @@ def overhead(
 
 Minutes = Annotated[float, typer.Option("--minutes", metavar="X", help="How long the crowd stays.", min=0.05)]
 CrowdSeed = Annotated[int, typer.Option("--seed", metavar="S", help="Of what the clients do.")]
-ServerThreads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads of the server.", min=1)]
 
 
-def soak(minutes: Minutes = 10.0, seed: CrowdSeed = 0, threads: ServerThreads = None, as_json: AsJson = False) -> None:
+def soak(minutes: Minutes = 10.0, seed: CrowdSeed = 0, threads: Threads = None, as_json: AsJson = False) -> None:
     """The real server under a crowd that does everything wrong.
 
     The embedded model with too few pages, under chats, aborts, kills and grammars. Status 1 if anything failed, grew,

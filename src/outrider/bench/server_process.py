@@ -75,12 +75,13 @@ class ServerProcess:
 
 @contextmanager
 def server_process(arguments: Sequence[str], log: Path, threads: int | None = None) -> Iterator[ServerProcess]:
-    """`arguments` go to `outrider serve`; `threads` is what OMP_NUM_THREADS says to it."""
+    """`arguments` go to `outrider serve`; `threads` is how many it computes with."""
     if not Path("/proc/self/statm").exists():
         raise ValueError("watching a server's memory and file handles needs Linux (/proc)")
     port = _free_port()
-    command = [sys.executable, "-m", "outrider", "serve", "--port", str(port), *arguments]
-    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads is not None else {})
+    counted = ["--threads", str(threads)] if threads is not None else []
+    command = [sys.executable, "-m", "outrider", "serve", "--port", str(port), *counted, *arguments]
+    environment = dict(os.environ)
     environment.pop("OUTRIDER_API_KEY", None)
     with log.open("wb") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, env=environment)

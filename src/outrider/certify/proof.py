@@ -26,12 +26,13 @@ from outrider.certify.comparison import (
 from outrider.certify.distribution import DrawPlan, draw, evaluate_draws, plan_draws, second_token_drafts
 from outrider.certify.questions import FULL, OPTIONS, Effort, Question, ask, built_in_prompts
 from outrider.certify.restless import Restless
-from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.config import EngineConfig, SpeculativeConfig, batch_limits
 from outrider.engine.policy import FixedDepth
 from outrider.llm import LLM
 from outrider.measure import method_of
 from outrider.outputs import RequestOutput
 from outrider.pair import AUTO, DEFAULT_DIRECTORY, Speculative, shown_name, target_of
+from outrider.threads import threads
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 OnStep = Callable[[int, int], None]
@@ -279,7 +280,7 @@ def certify(
     progress: Progress | None = None,
 ) -> Certificate:
     """Plain against speculative decoding of one target. Without a drafter, the embedded target's own or n-grams."""
-    config = EngineConfig(target_of(model), speculative_for(model, speculative_config))
+    config = EngineConfig(target_of(model), speculative_for(model, speculative_config), **vars(batch_limits("auto")))
     return certify_config(config, PromptChoice(prompts), effort, progress)
 
 
@@ -297,18 +298,18 @@ def certify_config(
         raise ValueError("there is no prompt to ask: give at least one")
     longest = max(question.final_len for question in questions)
     subject = Subject(replace(config, max_model_len=config.max_model_len or longest), config.speculative)
-    with threads_for(vocabulary.num_parameters):
+    with threads_for(vocabulary.num_parameters, config.threads):
         certificate = Proof(subject, questions, effort, Watch(progress)).run()
     certificate.seconds = time.perf_counter() - begin
     return certificate
 
 
 @contextmanager
-def threads_for(num_parameters: int) -> Iterator[None]:
+def threads_for(num_parameters: int, chosen: int | None = None) -> Iterator[None]:
     """One thread for a small model: its operations are too short to share, and on a busy machine threads would spend
-    most of their time waiting for each other."""
+    most of their time waiting for each other. Unless the user has said how many."""
     before = torch.get_num_threads()
-    if num_parameters < SMALL_MODEL:
+    if num_parameters < SMALL_MODEL and chosen is None and not threads.is_fixed:
         torch.set_num_threads(1)
     try:
         yield

@@ -10,7 +10,7 @@ from pathlib import Path
 from outrider.agreement import QUESTIONS, Agreement, fits, follow
 from outrider.bench.prompts import CHAT, REPETITION, PromptChoice, PromptText, Vocabulary, random_prompts
 from outrider.certify.proof import speculative_for, threads_for
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, batch_limits
 from outrider.doctor.checks import Papers, static_findings, text_findings
 from outrider.doctor.diagnosis import Diagnosis, Identity
 from outrider.doctor.readings import Search, trials
@@ -76,7 +76,7 @@ def examine(
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Opens a target with a drafter and says how they get on. Without names, the embedded pair."""
-    config = EngineConfig(target_of(model), speculative_for(model, speculative_config))
+    config = EngineConfig(target_of(model), speculative_for(model, speculative_config), **vars(batch_limits("auto")))
     return examine_config(config, PromptChoice(prompts), effort, progress)
 
 
@@ -95,7 +95,7 @@ def examine_config(
         max_num_seqs=min(len(asked), MAX_NUM_SEQS),
         enable_prefix_caching=False,
     )
-    with threads_for(vocabulary.num_parameters), LLM.from_config(config) as llm:
+    with threads_for(vocabulary.num_parameters, config.threads), LLM.from_config(config) as llm:
         diagnosis = Examination(llm, asked, effort.max_tokens, progress).run()
     diagnosis.is_text = choice.texts is not None or vocabulary.tokenizer is not None
     diagnosis.seconds = time.perf_counter() - begin

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from outrider.engine.host_memory import zeros
 from outrider.engine.upload import upload
 from outrider.kernels.round import keep_taps
 from outrider.layers.cached import CachedLayer, RecurrentLayer, cached_layers, recurrent_layers
@@ -60,7 +61,7 @@ class Cache:
         self.recurrent = [layer for model in models for layer in recurrent_layers(model)]
         self.state = SlotState(
             # one column beyond every index, for masked writes
-            tokens=torch.zeros(shape.num_slots, shape.max_len + 1, dtype=torch.long, device=device),
+            tokens=zeros((shape.num_slots, shape.max_len + 1), torch.long, device),
             lengths=torch.ones(shape.num_slots, dtype=torch.long, device=device),  # nobody has a token as well
             computed=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
             followed=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
@@ -69,29 +70,30 @@ class Cache:
         )
         if shape.num_axes > 1:
             width = self.state.tokens.shape[1]
-            self.state.positions = torch.zeros(shape.num_slots, shape.num_axes, width, dtype=torch.long, device=device)
+            self.state.positions = zeros((shape.num_slots, shape.num_axes, width), torch.long, device)
         self._images: dict[int, Images] = {}  # by slot
         self.page_table = torch.zeros(shape.num_slots, shape.pages_per_request, dtype=torch.int32, device=device)
         # taps of the last kept rows of a slot, and of the last rows of a page; the newest last
         tap_shape = (shape.num_taps, shape.hidden_size)
-        self.carry = torch.zeros(shape.num_slots, shape.num_carried, *tap_shape, dtype=dtype, device=device)
-        self.tails = torch.zeros(shape.num_pages, shape.num_tails, *tap_shape, dtype=dtype, device=device)
+        self.carry = zeros((shape.num_slots, shape.num_carried, *tap_shape), dtype, device)
+        self.tails = zeros((shape.num_pages, shape.num_tails, *tap_shape), dtype, device)
         # taps of what a resting drafter misses: those of cache index i in place i % num_missable
-        self._missed = torch.zeros(shape.num_slots, shape.num_missable, *tap_shape, dtype=dtype, device=device)
+        self._missed = zeros((shape.num_slots, shape.num_missable, *tap_shape), dtype, device)
         for layer in self.layers:
             layer.bind(*self._pages(layer.spec, device, dtype))
         entries = (shape.num_slots, shape.lookahead + 1)
         for recurrent in self.recurrent:
-            recurrent.bind(tuple(torch.zeros(*entries, *size, device=device) for size in recurrent.spec.shapes))
+            shapes = recurrent.spec.shapes
+            recurrent.bind(tuple(zeros((*entries, *size), torch.float32, device) for size in shapes))
 
     def _pages(self, spec: CacheSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         size = (self.shape.num_pages, self.shape.page_size)
         if isinstance(spec, Latent):
-            latent = torch.zeros(*size, 1, spec.dim, dtype=dtype, device=device)
+            latent = zeros((*size, 1, spec.dim), dtype, device)
             return latent, latent[..., : spec.value_dim]
         return (
-            torch.zeros(*size, spec.num_heads, spec.head_dim, dtype=dtype, device=device),
-            torch.zeros(*size, spec.num_heads, spec.value_dim, dtype=dtype, device=device),
+            zeros((*size, spec.num_heads, spec.head_dim), dtype, device),
+            zeros((*size, spec.num_heads, spec.value_dim), dtype, device),
         )
 
     def admit(self, slot: int, tokens: Sequence[int], reused: Sequence[int], images: Images | None = None) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from outrider.engine.gguf_architectures import ARCHITECTURES, MODEL_NAMES
-from outrider.engine.gguf_file import PLAIN_TYPES, REQUIRED, HeaderReader, TensorEntry, import_gguf, read_tensor
+from outrider.engine.gguf_file import PLAIN_TYPES, REQUIRED, HeaderReader, TensorEntry
+from outrider.engine.gguf_weights import check_readable, empty_for, in_halves, read_blocks, read_into, read_tensor
+from outrider.kernels.packed import Blocks
 
 
 class GgufCheckpoint:
@@ -20,7 +22,8 @@ class GgufCheckpoint:
         with self.path.open("rb") as file:
             if self.path.stat().st_size == 0:
                 raise ValueError(f"{self.path} is empty; download the file again")
-            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # a private mapping, as torch wants memory that could be written to; nobody writes
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self.metadata, entries = HeaderReader(self._memory, self.path).read()
         self._family = self.metadata.get("general.architecture", str)
         if self._family not in ARCHITECTURES:
@@ -29,8 +32,7 @@ class GgufCheckpoint:
         self._architecture = ARCHITECTURES[self._family]
         rope_factors = entries.pop("rope_freqs.weight", None)
         self._entries = {self._translate(name): entry for name, entry in entries.items()}
-        if any(entry.type_name not in PLAIN_TYPES for entry in self._entries.values()):
-            import_gguf()  # now, rather than halfway through the weights
+        check_readable(list(self._entries.values()))
         self.config = self._read_config(rope_factors)
         self.generation_config = self._read_generation_config()
 
@@ -38,28 +40,49 @@ class GgufCheckpoint:
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._entries:
-            raise ValueError(f"{self.path} has no tensor {name!r}; check that the file is the model you mean")
-        return self._entries[name].shape
+        return self._entry(name).shape
 
     def tensor(self, name: str) -> torch.Tensor:
         """A copy of the tensor as the model's own checkpoint has it; quantised ones come in float32."""
-        shape = self.shape(name)
-        tensor = read_tensor(self._memory, self._entries[name])
-        num_heads = self._num_rope_heads(name)
-        if num_heads:
-            if shape[0] % (2 * num_heads):
-                raise ValueError(
-                    f"{self.path}: {shape[0]} rows of {name!r} are not {num_heads} heads; convert it again"
-                )
-            pairs = tensor.view(num_heads, shape[0] // num_heads // 2, 2, *shape[1:])
-            tensor = pairs.transpose(1, 2).reshape(shape)
+        out = empty_for(self._entry(name))
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fills a dense tensor of the same shape, of any device and dtype, without a copy of the whole."""
+        entry, num_heads = self._entry(name), self._checked_rope_heads(name)
+        assert out.shape == entry.shape, (name, out.shape, entry.shape)
+        if len(entry.shape) > 1:
+            read_into(self._memory, entry, out, num_heads)
+            return
+        vector = in_halves(read_tensor(self._memory, entry)[:, None], num_heads)[:, 0]
         if self._architecture.norm_offset and name.endswith("norm.weight"):
-            tensor = tensor - self._architecture.norm_offset
-        return tensor
+            vector = vector - self._architecture.norm_offset  # in the stored precision, before it is rounded
+        out.copy_(vector)
+
+    def in_blocks(self, name: str) -> bool:
+        """Whether this is a quantised matrix."""
+        entry = self._entry(name)
+        return len(entry.shape) == 2 and entry.type_name not in PLAIN_TYPES
+
+    def blocks(self, name: str) -> Blocks:
+        """A quantised matrix as it is stored, with the rows in the order of the model's own checkpoint."""
+        return read_blocks(self._memory, self._entry(name), self._checked_rope_heads(name))
+
+    @property
+    def held_bytes(self) -> int:
+        """What the tensors take in memory where quantised matrices stay as they are. Others are float32, and may be
+        packed as well, in half their size at most."""
+        floats = {name: math.prod(entry.shape) * 6 for name, entry in self._entries.items()}
+        return sum(entry.num_bytes if self.in_blocks(name) else floats[name] for name, entry in self._entries.items())
 
     def close(self) -> None:
         self._memory.close()
+
+    def _entry(self, name: str) -> TensorEntry:
+        if name not in self._entries:
+            raise ValueError(f"{self.path} has no tensor {name!r}; check that the file is the model you mean")
+        return self._entries[name]
 
     def _translate(self, name: str) -> str:
         """The Hugging Face name of a tensor."""
@@ -70,6 +93,12 @@ class GgufCheckpoint:
         if layer is None or layer[2] not in self._architecture.layer_names:
             raise ValueError(f"{self.path}: {self._family!r} has no tensor {name!r} here; use safetensors instead")
         return f"model.layers.{layer[1]}.{self._architecture.layer_names[layer[2]]}.{kind}"
+
+    def _checked_rope_heads(self, name: str) -> int:
+        num_heads, num_rows = self._num_rope_heads(name), self.shape(name)[0]
+        if num_heads and num_rows % (2 * num_heads):
+            raise ValueError(f"{self.path}: {num_rows} rows of {name!r} are not {num_heads} heads; convert it again")
+        return num_heads
 
     def _num_rope_heads(self, name: str) -> int:
         """The number of heads whose rows were permuted in this tensor, 0 where none were."""

@@ -1,12 +1,10 @@
-"""The GGUF container, read strictly: its metadata, where each tensor lies, and the values of a tensor.
-The `gguf` package is only asked to expand quantised blocks."""
+"""The GGUF container, read strictly: its metadata, and where each tensor lies."""
 
 import math
 import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy
@@ -45,6 +43,12 @@ class TensorEntry:
     @property
     def type_name(self) -> str:
         return TENSOR_TYPES[self.type_number][0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of the last dimension."""
+        _, block_len, block_bytes = TENSOR_TYPES[self.type_number]
+        return self.shape[-1] // block_len * block_bytes
 
 
 class Metadata:
@@ -138,9 +142,29 @@ class HeaderReader:
         if length > len(self._memory):  # every element takes at least a byte
             raise self._broken("a list is longer than the file")
         if type_number == STRING:
-            return [self._string() for _ in range(length)]
+            return self._strings(length)
         layout = struct.Struct(f"<{length}{self._scalar_format(type_number)}")
         return list(layout.unpack(self._take(layout.size)))
+
+    def _strings(self, count: int) -> list[str]:
+        """As `count` times _string, without the ways between: a vocabulary has hundreds of thousands."""
+        memory, size, position = self._memory, len(self._memory), self._position
+        read_length = struct.Struct("<Q").unpack_from
+        found = []
+        try:
+            for _ in range(count):
+                (length,) = read_length(memory, position)
+                end = position + 8 + length
+                if end > size:
+                    raise self._broken("it ends in the middle of its header")
+                found.append(memory[position + 8 : end].decode("utf-8"))
+                position = end
+        except struct.error as error:
+            raise self._broken("it ends in the middle of its header") from error
+        except UnicodeDecodeError as error:
+            raise self._broken(f"a text is not UTF-8 ({error})") from error
+        self._position = position
+        return found
 
     def _scalar_format(self, type_number: int) -> str:
         if type_number not in SCALAR_FORMATS:
@@ -167,26 +191,3 @@ class HeaderReader:
 
     def _broken(self, reason: str) -> ValueError:
         return ValueError(f"{self._path} is truncated or damaged: {reason}; download or convert it again")
-
-
-def import_gguf() -> ModuleType:
-    try:
-        import gguf
-    except ImportError as error:
-        raise ValueError("quantised GGUF files need the gguf package: pip install gguf") from error
-    return gguf
-
-
-def read_tensor(memory: mmap.mmap, entry: TensorEntry) -> torch.Tensor:
-    """A copy of the tensor: plain types as stored, quantised ones in float32."""
-    raw = numpy.frombuffer(memory, numpy.uint8, entry.num_bytes, entry.offset)
-    if entry.type_name in PLAIN_TYPES:
-        return torch.from_numpy(raw.copy()).view(PLAIN_TYPES[entry.type_name]).view(entry.shape)
-    return torch.from_numpy(_dequantise(raw, entry)).view(entry.shape)
-
-
-def _dequantise(raw: numpy.ndarray, entry: TensorEntry) -> numpy.ndarray:
-    gguf = import_gguf()
-    _, block_len, block_bytes = TENSOR_TYPES[entry.type_number]
-    rows = raw.reshape(-1, entry.shape[-1] // block_len * block_bytes)
-    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(entry.type_number))

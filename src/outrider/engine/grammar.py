@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.engine.ending import Countdown, Ending
 from outrider.engine.grammar_limits import MAX_GRAMMAR_LEN, check_grammar, check_regex, schema_text, tag_text
 from outrider.engine.vocabulary import Vocabulary, begun_of, is_past
+from outrider.extras import extra_missing
 from outrider.sampling_params import Guided
 from outrider.tokenizer import Tokenizer
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 MAX_CHOICES = 2**10
 MAX_MARKER_LEN = 2**8
 PROMPT_TAIL = 16  # tokens at the end of a prompt that show whether it has opened what is free
-MAX_WHITESPACE = 24  # characters between two parts of a JSON text: some models never stop otherwise
 CACHE_BYTES = 2**26
 
 
@@ -54,6 +55,10 @@ class Grammars:
     @cached_property
     def _for_json(self) -> _Compiler:
         return self._compiler(self._silent | self._control)
+
+    @cached_property
+    def _ending(self) -> Ending:
+        return Ending(self._vocabulary, self._silent | self._control)
 
     @cached_property
     def _for_tags(self) -> _Compiler:
@@ -87,7 +92,8 @@ class Grammars:
         is_tag = guided.structural_tag is not None
         compiler, barred = self._for_tags if is_tag else self._for_json if is_json else self._for_text
         matcher = _xgrammar().GrammarMatcher(self._compile(guided, compiler))
-        guide = Guide(matcher, self._vocabulary, barred, self._freedom(guided, prompt))
+        ending = self._ending if is_json and guided.close else None
+        guide = Guide(matcher, self._vocabulary, barred, self._freedom(guided, prompt), ending)
         if guide.is_stuck:
             raise ValueError(f"guided: nothing this model can write satisfies the {guided.kind}; correct it")
         return guide
@@ -105,17 +111,17 @@ class Grammars:
     def _compile(self, guided: Guided, compiler: xgrammar.GrammarCompiler) -> xgrammar.CompiledGrammar:
         try:
             if guided.json_object:
-                return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=MAX_WHITESPACE)
+                return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=guided.max_whitespace)
             if guided.json_schema is not None:
                 schema = schema_text(guided.json_schema)
-                return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+                return compiler.compile_json_schema(schema, max_whitespace_cnt=guided.max_whitespace)
             if guided.regex is not None:
                 check_regex(guided.regex)
                 return compiler.compile_regex(guided.regex)
             if guided.choice is not None:
                 return compiler.compile_grammar(choice_grammar(guided.choice))
             if guided.structural_tag is not None:
-                return compiler.compile_structural_tag(tag_text(guided.structural_tag, MAX_WHITESPACE))
+                return compiler.compile_structural_tag(tag_text(guided.structural_tag, guided.max_whitespace))
             assert guided.grammar is not None
             check_grammar(guided.grammar)
             return compiler.compile_grammar(guided.grammar)
@@ -140,6 +146,11 @@ class _Place:
     begun: bytes | None = None  # text that may yet become the opening marker; None: it is known
     pending: tuple[int, ...] = ()  # its tokens
     num_matched: int = 0  # tokens that the matcher has taken
+    countdown: Countdown | None = None  # to the end of an answer that is to be closed in time
+
+    @property
+    def is_bound(self) -> bool:
+        return self.free is None and self.begun is None
 
 
 class Guide:
@@ -151,8 +162,9 @@ class Guide:
         vocabulary: Vocabulary,
         barred: frozenset[int],  # ids that no answer may hold
         freedom: Freedom | None = None,
+        ending: Ending | None = None,
     ) -> None:
-        self._matcher, self._vocabulary, self._barred = matcher, vocabulary, barred
+        self._matcher, self._vocabulary, self._barred, self._ending = matcher, vocabulary, barred, ending
         self._closing = freedom.closing if freedom is not None else b""
         self._opening = (freedom.opening if freedom is not None else None) or b""
         if freedom is None:
@@ -160,8 +172,34 @@ class Guide:
         else:
             self._place = _Place(free=b"") if freedom.opening is None else _Place(begun=b"")
 
+    def end_within(self, num_tokens: int) -> None:
+        """Before the first token: so many may come, and an answer that is still open by then is closed."""
+        if self._ending is not None:
+            self._place = replace(self._place, countdown=Countdown.of(num_tokens))
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the answer was, or is being, closed because it had no more room."""
+        return self._place.countdown is not None and self._place.countdown.is_closing
+
     def accept(self, token: int) -> bool:
         """Takes the next token of the answer; false, and nothing happens, where the grammar forbids it."""
+        before, countdown = self._place, self._place.countdown
+        if countdown is None or self._ending is None:
+            return self._accept(token)
+        if (countdown.way is not None and not self._is_on_way(token, countdown.way)) or not self._accept(token):
+            return False
+        if before.is_bound and token not in self._vocabulary.end_ids:
+            countdown = self._ending.after(token, countdown, self._matcher)
+        else:
+            countdown = self._ending.passed(countdown)
+        self._place = replace(self._place, countdown=countdown)
+        return True
+
+    def _is_on_way(self, token: int, way: tuple[int, ...]) -> bool:
+        return token == way[0] if way else token in self._vocabulary.end_ids
+
+    def _accept(self, token: int) -> bool:
         if self._place.free is not None:
             return self._accept_free(self._place.free + self._vocabulary.spelt[token])
         if self._place.begun is not None:
@@ -225,6 +263,9 @@ class Guide:
     def _mask(self) -> Tensor | None:
         """None: all is allowed."""
         place = self._place
+        way = place.countdown.way if place.countdown is not None else None
+        if way is not None:
+            return self._vocabulary.bits(way[:1]) if way else self._vocabulary.ends
         if place.free is not None:
             return self._vocabulary.within(place.free, self._closing)
         if place.begun is None:
@@ -266,5 +307,5 @@ def _xgrammar() -> Any:
     try:
         import xgrammar
     except ImportError as error:
-        raise ValueError('guided needs xgrammar: install the extra "serve" (pip install "outrider[serve]")') from error
+        raise extra_missing("guided", "serve", error) from error
     return xgrammar

@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from outrider.engine.regex_dialect import check_dialect
+
 MAX_SCHEMA_LEN = 2**16  # characters
 MAX_XML_SCHEMA_LEN = 2**14  # these take four times as long to compile
 MAX_SCHEMA_DEPTH = 64
@@ -18,6 +20,7 @@ MAX_QUANTIFIERS = 32  # in a regular expression, or in one rule of a grammar: co
 MAX_REPEATS = 2**14
 MAX_TOTAL_REPEATS = 2**16  # of all lengths and counts in a schema
 MAX_PROPERTIES = 2**9  # of one object
+MAX_SHOWN_PATH = 120  # characters, in an error
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _UNKNOWN = (
@@ -50,7 +53,7 @@ def schema_text(schema: Mapping[str, Any] | str) -> str:
         read = json.loads(text)
         if not isinstance(read, dict):
             raise ValueError("it must be a JSON object")
-        return _bounded(json.dumps(_settled(read, 0)))
+        return _bounded(json.dumps(_settled(read, ())))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"guided: the json_schema cannot be used ({error}); correct it") from error
 
@@ -92,7 +95,7 @@ def _settled_tag(tag: Any, max_whitespace: int, depth: int) -> Any:
 
 
 def _settled_schema_tag(tag: Mapping[str, Any], max_whitespace: int) -> dict[str, Any]:
-    style, schema = tag.get("style", "json"), _settled(tag.get("json_schema"), 0)
+    style, schema = tag.get("style", "json"), _settled(tag.get("json_schema"), ())
     if style not in ("json", "qwen_xml"):
         raise ValueError(f"the style {style!r} is not supported")
     if style != "json" and len(json.dumps(schema)) > MAX_XML_SCHEMA_LEN:
@@ -109,24 +112,33 @@ def _bounded(settled: str) -> str:
     return settled
 
 
-def _settled(schema: Any, depth: int) -> Any:
-    """A schema and all those within it, checked and rewritten."""
-    if depth > MAX_SCHEMA_DEPTH:
+def _settled(schema: Any, path: tuple[str, ...]) -> Any:
+    """A schema and all those within it, checked and rewritten. `path` leads to it from the whole, one part a level."""
+    if len(path) > MAX_SCHEMA_DEPTH:
         raise ValueError(f"it is nested more than {MAX_SCHEMA_DEPTH} deep")
     if not isinstance(schema, dict):  # true, false, or something that xgrammar will refuse
         return schema
-    _check_schema(schema)
+    try:
+        _check_schema(schema)
+    except ValueError as error:
+        raise ValueError(f"{_shown(path)}: {error}" if path else str(error)) from error
     settled = {key: value for key, value in schema.items() if key not in _NOTES}
     for key in _SCHEMA_KEYS:
         if key in schema:
-            settled[key] = _settled(schema[key], depth + 1)
+            settled[key] = _settled(schema[key], (*path, key))
     for key in _LIST_KEYS:
         if isinstance(schema.get(key), list):
-            settled[key] = [_settled(each, depth + 1) for each in schema[key]]
+            settled[key] = [_settled(each, (*path, f"{key}.{number}")) for number, each in enumerate(schema[key])]
     for key in _MAP_KEYS:
         if isinstance(schema.get(key), dict):
-            settled[key] = {name: _settled(each, depth + 1) for name, each in schema[key].items()}
+            settled[key] = {name: _settled(each, (*path, f"{key}.{name}")) for name, each in schema[key].items()}
     return _with_type(settled)
+
+
+def _shown(path: tuple[str, ...]) -> str:
+    """Short enough for an error message, whatever a client calls its properties."""
+    text = ".".join(path)
+    return text if len(text) <= MAX_SHOWN_PATH else "..." + text[-MAX_SHOWN_PATH:]
 
 
 def _with_type(schema: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +167,10 @@ def _check_schema(schema: Mapping[str, Any]) -> None:
     if "pattern" in schema:
         if not isinstance(schema["pattern"], str):
             raise ValueError(f"pattern must be text, not {schema['pattern']!r}")
-        check_regex(schema["pattern"])
+        try:
+            check_regex(schema["pattern"])
+        except ValueError as error:
+            raise ValueError(f"pattern: {str(error).removeprefix('guided: ')}") from error
 
 
 def _check_company(schema: Mapping[str, Any]) -> None:
@@ -204,6 +219,10 @@ def check_regex(regex: str) -> None:
     if len(regex) > MAX_REGEX_LEN:
         raise ValueError(f"guided: a regular expression has {len(regex)} characters; at most {MAX_REGEX_LEN} are taken")
     _check_pattern(regex, "a regular expression")
+    try:
+        check_dialect(regex)
+    except ValueError as error:
+        raise ValueError(f"guided: the regular expression cannot be kept: {error}; write it without") from error
 
 
 def check_grammar(grammar: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,7 +14,13 @@ import outrider.drafters
 import outrider.models  # noqa: F401  (registers the targets)
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, drafters
+from outrider.engine.gguf import GgufCheckpoint
+from outrider.engine.host_memory import use_large_pages
+from outrider.kernels.dispatch import use_native
+from outrider.kernels.packed import Packed, pack_blocks
+from outrider.layers.packing import gains_from_packing, packable
 from outrider.models.base import Target, targets
+from outrider.threads import threads
 from outrider.types import Checkpoint, Weight
 
 Progress = Callable[[str, int, int], None]  # what, done, total
@@ -69,8 +75,14 @@ def _recognised(checkpoint: Checkpoint | None) -> str:
     return best
 
 
-def load_weights(module: Target | Drafter, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
-    """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it."""
+KeptBlocks = dict[nn.Parameter, Packed]  # weights that stay as a GGUF file stores them, instead of floats
+
+
+def load_weights(
+    module: Target | Drafter, checkpoint: Checkpoint, progress: Progress | None = None, kept: KeptBlocks | None = None
+) -> None:
+    """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it. Where `kept` is given,
+    quantised matrices that can be used as they are come there, and their parameters stay without memory."""
     weights = module.weights()
     parameters = dict(module.named_parameters())
     assert weights.keys() == parameters.keys(), weights.keys() ^ parameters.keys()
@@ -84,38 +96,99 @@ def load_weights(module: Target | Drafter, checkpoint: Checkpoint, progress: Pro
     _complain(checkpoint, "lacks", used - present, "the download is incomplete or the architecture is another")
     surplus = {actual[name] for name in present - used if not module.ignores(name)}
     _complain(checkpoint, "has, but nothing uses,", surplus, "the config.json does not describe these weights")
+    keepable = {layer.weight for layer in packable(module)}
     for done, (name, weight) in enumerate(weights.items()):
         stored = replace(weight, names=tuple(actual[source] for source in weight.names))
-        _fill(parameters[name], checkpoint, name, stored)
+        parameter = parameters[name]
+        keeps = kept is not None and parameter in keepable and _keep_blocks(parameter, checkpoint, name, stored, kept)
+        if not keeps:
+            _fill(parameter, checkpoint, name, stored)
+        threads.adjust()
         if progress is not None:
             progress(str(checkpoint.path), done + 1, len(weights))
 
 
+def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint) -> bool:
+    """Whether quantised weights can be computed with as they are: by native kernels, and if it is worth it."""
+    floats = next(module.parameters())
+    is_gguf = isinstance(checkpoint, GgufCheckpoint)
+    with torch.inference_mode():
+        return is_gguf and use_native(floats) and gains_from_packing(module)
+
+
+def _keep_blocks(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight, kept: KeptBlocks) -> bool:
+    """False where the tensors are not all quantised."""
+    assert isinstance(checkpoint, GgufCheckpoint)
+    if weight.combine is not None or not all(map(checkpoint.in_blocks, weight.names)):
+        return False
+    _parts(parameter, checkpoint, name, weight)  # complains about shapes
+    kept[parameter] = pack_blocks([checkpoint.blocks(source) for source in weight.names])
+    # the shape without the memory; whoever reads it all the same finds out
+    parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+    return True
+
+
 def _fill(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight) -> None:
-    tensors = [checkpoint.tensor(source) for source in weight.names]
-    try:
-        combined = _combined(weight, tensors)
-    except RuntimeError as error:
-        misfits = _misfits(weight.names, tensors)
-        raise ValueError(f"{checkpoint.path}: tensors that belong together do not fit: {misfits}") from error
-    if combined.shape != parameter.shape:
+    use_large_pages(parameter)
+    with torch.no_grad():
+        if weight.combine is not None:
+            combined = _combined(checkpoint, weight)
+            _check_shape(parameter, tuple(combined.shape), checkpoint, name, weight)
+            parameter.copy_(combined)
+            return
+        for source, part in zip(weight.names, _parts(parameter, checkpoint, name, weight), strict=True):
+            _read(checkpoint, source, part)
+
+
+def _read(checkpoint: Checkpoint, source: str, out: Tensor) -> None:
+    """Fills a part of a parameter, with as few copies as the format allows."""
+    if isinstance(checkpoint, GgufCheckpoint):
+        checkpoint.read_into(source, out)
+        return
+    tensor = checkpoint.tensor(source)
+    assert tensor.shape == out.shape, (source, tensor.shape, out.shape)
+    out.copy_(tensor)
+
+
+def _parts(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight) -> Sequence[Tensor]:
+    """The rows of a parameter that each of its tensors fills, one below the other."""
+    shapes = [checkpoint.shape(source) for source in weight.names]  # a name may occur twice
+    if len(shapes) == 1:
+        _check_shape(parameter, shapes[0], checkpoint, name, weight)
+        return [parameter]
+    if len({shape[1:] for shape in shapes}) > 1 or () in shapes:
+        raise _do_not_fit(checkpoint, dict(zip(weight.names, shapes, strict=True)))
+    num_rows = [shape[0] for shape in shapes]
+    _check_shape(parameter, (sum(num_rows), *shapes[0][1:]), checkpoint, name, weight)
+    return parameter.split(num_rows)
+
+
+def _check_shape(
+    parameter: nn.Parameter, shape: tuple[int, ...], checkpoint: Checkpoint, name: str, weight: Weight
+) -> None:
+    if shape != parameter.shape:
         raise ValueError(
-            f"{checkpoint.path}: {_listed(weight.names, ' + ')} has shape {tuple(combined.shape)}, but config.json "
+            f"{checkpoint.path}: {_listed(weight.names, ' + ')} has shape {shape}, but config.json "
             f"asks for {tuple(parameter.shape)} (parameter {name})"
         )
-    with torch.no_grad():
-        parameter.copy_(combined)
 
 
-def _combined(weight: Weight, tensors: list[Tensor]) -> Tensor:
-    if weight.combine is not None:
+def _combined(checkpoint: Checkpoint, weight: Weight) -> Tensor:
+    assert weight.combine is not None
+    tensors = [checkpoint.tensor(source) for source in weight.names]
+    try:
         return weight.combine(tensors)
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    except RuntimeError as error:
+        shapes = {source: tuple(tensor.shape) for source, tensor in zip(weight.names, tensors, strict=True)}
+        raise _do_not_fit(checkpoint, shapes) from error
 
 
-def _misfits(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, tuple[int, ...]]:
+def _do_not_fit(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> ValueError:
+    return ValueError(f"{checkpoint.path}: tensors that belong together do not fit: {_misfits(shapes)}")
+
+
+def _misfits(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
     """The shapes of tensors that do not fit together; of many (experts), only those unlike the most."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
     ((usual, _),) = Counter(shapes.values()).most_common(1)
     return shapes if len(shapes) <= 4 else {name: shape for name, shape in shapes.items() if shape != usual}
 

@@ -12,29 +12,48 @@ from torch import nn
 from outrider.config import EngineConfig
 from outrider.engine.cache import bytes_per_page, bytes_per_slot
 from outrider.layers.cached import cached_layers, recurrent_layers
+from outrider.layers.linear import Linear
 
 CACHE_SHARE = 0.5  # of the memory that is free after the weights, on a CPU that others use too
-CACHE_SHARE_CUDA = 0.9
 MIN_REQUESTS = 8  # the cache holds at least this many of the longest requests, memory allowing
+GRAPH_BYTES = 2**30  # of a GPU: recorded rounds, kernels, the libraries' own buffers
+LOGIT_COPIES = 3  # in float32, beside the logits themselves: adjusted, filtered, their noise
+HIDDEN_COPIES = 8  # of the residual stream, alive at a time within a layer
 
 
 @dataclass(frozen=True)
 class Budget:
-    weight_bytes: int
+    """What the memory of a target and its drafter comes to."""
+
+    weight_bytes: int  # of both
     page_bytes: int
     num_pages: int
     max_model_len: int
     state_bytes: int = 0  # of all slots: recurrent states, taps for a drafter that rests
+    page_size: int = 16
+    drafter_bytes: int = 0  # the drafter's part of the weights
+    grows: bool = False  # the cache takes memory as it is used, on a CPU
 
     @property
     def cache_bytes(self) -> int:
         return self.page_bytes * self.num_pages + self.state_bytes
 
+    @property
+    def num_tokens(self) -> int:
+        """That the cache can hold, of all requests together."""
+        return (self.num_pages - 1) * self.page_size
+
+    def rows(self) -> dict[str, str]:
+        """What takes memory, and how much."""
+        found = {"weights": human(self.weight_bytes - self.drafter_bytes)}
+        if self.drafter_bytes:
+            found["drafter"] = human(self.drafter_bytes)
+        size = f"up to {human(self.cache_bytes)}, taken as it is used" if self.grows else human(self.cache_bytes)
+        found["cache"] = f"{size} ({self.num_pages - 1:,} pages, {self.num_tokens:,} tokens)"
+        return found | {"context": f"{self.max_model_len:,} tokens"}
+
     def describe(self) -> str:
-        return (
-            f"weights {gib(self.weight_bytes)}, cache {gib(self.cache_bytes)} "
-            f"({self.num_pages} pages), context {self.max_model_len}"
-        )
+        return "; ".join(f"{name} {value}" for name, value in self.rows().items())
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,8 @@ class Demand:
     itemsize: int
     lookahead: int
     model_max_len: int
+    hidden_size: int
+    vocab_size: int
 
     def slot_bytes(self) -> int:
         layers = [layer for model in self.models for layer in recurrent_layers(model)]
@@ -55,6 +76,14 @@ class Demand:
     def page_bytes(self, page_size: int) -> int:
         layers = [layer for model in self.models for layer in cached_layers(model)]
         return max(bytes_per_page(layers, page_size, self.tap_width, self.itemsize), 1)  # all may be recurrent
+
+    def working_bytes(self, num_rows: int, num_judged: int) -> int:
+        """What a pass over so many rows needs beside weights and cache, if so many of them are judged: an estimate,
+        from the widest layer and the logits."""
+        layers = [module for model in self.models for module in model.modules() if isinstance(module, Linear)]
+        widest = max((layer.weight.shape[0] for layer in layers), default=0)
+        activations = num_rows * (HIDDEN_COPIES * self.hidden_size + 2 * widest) * self.itemsize
+        return activations + num_judged * self.vocab_size * (self.itemsize + 4 * LOGIT_COPIES)
 
 
 def parameter_bytes(*modules: nn.Module | None) -> int:
@@ -65,20 +94,13 @@ def parameter_bytes(*modules: nn.Module | None) -> int:
     return total + packed
 
 
-def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int) -> Budget:
+def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int, drafter_bytes: int = 0) -> Budget:
     """How many pages there will be, or a ValueError with the numbers if a request cannot fit."""
     page_bytes = demand.page_bytes(config.page_size)
-    state_bytes = demand.slot_bytes() * (config.max_num_seqs + 1)  # one slot is nobody's
-    free = free_bytes(config.torch_device) - state_bytes
-    share = CACHE_SHARE if config.torch_device.type == "cpu" else CACHE_SHARE_CUDA
-    room = int((free - weight_bytes) * share) if config.kv_cache_memory is None else config.kv_cache_memory
-    if weight_bytes + (config.kv_cache_memory or page_bytes) > free:
-        raise ValueError(
-            f"the weights of target and drafter need {gib(weight_bytes)} and the cache at least "
-            f"{gib(config.kv_cache_memory or page_bytes)}, but {gib(max(free, 0))} are free on {config.torch_device}"
-            + (f" beside {gib(state_bytes)} for the states of requests: lower max_num_seqs" if state_bytes else "")
-        )
     longest = config.max_model_len or demand.model_max_len
+    # one slot is nobody's; each has a row of tokens and one of pages
+    state_bytes = (demand.slot_bytes() + longest * 8 + longest // config.page_size * 4) * (config.max_num_seqs + 1)
+    room = _room(config, demand, weight_bytes, state_bytes)
 
     def pages(length: int) -> int:
         return -(-(length + 1 + demand.lookahead) // config.page_size)
@@ -88,18 +110,55 @@ def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int) -> Budg
         fitting = possible * config.page_size - 1 - demand.lookahead
         if config.max_model_len is not None or fitting < 2:
             raise ValueError(
-                f"a request of {longest} tokens needs {gib(pages(longest) * page_bytes)} of cache, but there is room "
-                f"for {gib(max(room, 0))}: lower max_model_len (at most {max(fitting, 0)} fit) or raise kv_cache_memory"
+                f"a request of {longest} tokens needs {human(pages(longest) * page_bytes)} of cache, and there is room "
+                f"for {human(max(room, 0))}: lower max_model_len (at most {max(fitting, 0)}) or raise kv_cache_memory"
             )
         longest = fitting
     if config.kv_cache_memory is None:  # all that can run at once, and room for prefixes that may come again
         possible = min(possible, max(config.max_num_seqs, MIN_REQUESTS) * pages(longest))
-    return Budget(weight_bytes, page_bytes, possible + 1, longest, state_bytes)
+    return Budget(
+        weight_bytes,
+        page_bytes,
+        possible + 1,
+        longest,
+        state_bytes,
+        page_size=config.page_size,
+        drafter_bytes=drafter_bytes,
+        grows=config.torch_device.type == "cpu",
+    )
 
 
-def free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+def _room(config: EngineConfig, demand: Demand, weight_bytes: int, state_bytes: int) -> int:
+    """Bytes for pages: those that were asked for, or what the device has left."""
+    least = config.kv_cache_memory or demand.page_bytes(config.page_size)
+    if config.torch_device.type == "cpu":
+        left = free_bytes() - weight_bytes - state_bytes
+        room = int(left * CACHE_SHARE)
+        remedy = "use a smaller model, or free memory"
+    else:
+        left = room = _left_on_gpu(config, demand, weight_bytes) - state_bytes
+        remedy = "lower max_num_seqs or max_num_batched_tokens, or raise gpu_memory_utilization"
+    if left < least:
+        raise ValueError(
+            f"the weights of target and drafter need {human(weight_bytes)}, states of requests {human(state_bytes)}, "
+            f"the cache at least {human(least)}, and {config.torch_device} lacks {human(least - left)}: {remedy}"
+        )
+    return room if config.kv_cache_memory is None else config.kv_cache_memory
+
+
+def _left_on_gpu(config: EngineConfig, demand: Demand, weight_bytes: int) -> int:
+    """Bytes for states and pages: of our share of the device, and of what is really free there. The weights have taken
+    theirs when the modules were made."""
+    device = config.torch_device
+    judged = config.max_num_seqs * (1 + demand.lookahead)
+    working = demand.working_bytes(max(config.max_num_batched_tokens, judged), judged) + GRAPH_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, unused
+    return min(int(total * config.gpu_memory_utilization) - weight_bytes, free) - working
+
+
+def free_bytes() -> int:
+    """Of the CPU's memory."""
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
@@ -110,5 +169,6 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
+def human(count: int) -> str:
+    """Bytes, as people read them."""
+    return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -13,6 +13,8 @@ from outrider.sampling_params import SamplingParams, Speculation
 from outrider.tokenizer import Detokenizer, StopChecker, Tokenizer
 from outrider.types import Images, Prediction
 
+CLOSED = "max_tokens"  # why an answer stopped that had no more room, and was closed
+
 
 class Status(Enum):
     WAITING = "waiting"
@@ -172,6 +174,8 @@ class Request:
             self.finish("error")
         elif may_stop and token in self.end_ids:
             self.finish("stop")
+            if self.guide is not None and self.guide.is_closing:
+                self.stop_reason = CLOSED
         elif may_stop and token in self.params.stop_token_ids:
             self.finish("stop", token)
         elif stop is not None:

@@ -151,7 +151,8 @@ static void linear_task(const linear_work *work, const linear_plan *plan, long t
     long num_columns = smaller(plan->column_block, work->num_outputs - column);
     for (long k = 0; k == 0 || k < work->depth; k += plan->depth_block) {
         long length = smaller(plan->depth_block, work->depth - k);
-        linear_patch patch = {work, work->matrix.weight + column * work->depth + k, work->depth, row, row_end - row,
+        const float *weights = work->matrix.weight ? work->matrix.weight + column * work->depth + k : NULL;
+        linear_patch patch = {work, weights, work->depth, row, row_end - row,
                               column, num_columns, k, length, (next_column - column) * work->depth};
         if (work->matrix.kind == PLAIN) dot_patch(&patch);
         else unpack_and_dot(patch);

@@ -50,6 +50,8 @@ enum {
 };
 
 #include "vectors.c"
+#include "levels.c"
+#include "dequantise.c"
 #include "unpack.c"
 #include "linear.c"
 #include "rows.c"

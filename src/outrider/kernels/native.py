@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.kernels.packed import Packed
+from outrider.kernels.packed import BLOCKS, Blocks, Packed
 
 SOURCE = Path(__file__).with_name("native.c")
 SOURCES = sorted(SOURCE.parent.glob("*.c"))  # native.c includes the others
@@ -31,7 +31,18 @@ _GATED = struct.Struct("@2q 4q")
 _ARGMAX = struct.Struct("@2q 3q")
 _ROPE = struct.Struct("@7q 8q 6q 6q")
 _ATTENTION = struct.Struct("@7q 6q 2d 6q 6q")
-_OPERATIONS = ("linear", "rms_norm", "gated", "row_argmax", "rope_write", "paged_attention", "block", "mamba")
+_DEQUANTISE = struct.Struct("@2q 6q")
+_OPERATIONS = (
+    "linear",
+    "rms_norm",
+    "gated",
+    "row_argmax",
+    "rope_write",
+    "paged_attention",
+    "block",
+    "mamba",
+    "dequantise",
+)
 
 
 # ---- build and load ----
@@ -145,6 +156,8 @@ def matrix_fields(weight: Tensor, packed: Packed | None) -> tuple[int, int, int,
     """matrix of native.c: one weight, in one or two forms."""
     if packed is None:
         return _address(weight), 0, 0, 0
+    if packed.kind == BLOCKS:  # there is no weight beside them
+        return 0, packed.data.data_ptr(), 0, BLOCKS
     scales = 0 if packed.scales is None else packed.scales.data_ptr()
     return _address(weight), packed.data.data_ptr(), scales, packed.kind
 
@@ -295,6 +308,26 @@ def paged_attention(
     )
     _native().paged_attention(work)
     return out
+
+
+def dequantise(blocks: Blocks, out: Tensor, num_heads: int = 0) -> None:
+    """Rows of GGUF blocks as floats [N, K] in `out`. With num_heads, rows lie in the interleaved pairs of rotary
+    dimensions, and are written in halves."""
+    num_rows, row_bytes = blocks.data.shape
+    assert out.shape == (num_rows, blocks.row_len), (out.shape, blocks.data.shape, blocks.row_len)
+    assert num_heads == 0 or num_rows % (2 * num_heads) == 0, (out.shape, num_heads)
+    addresses = _address(blocks.data, torch.uint8), _address(out)
+    sizes = blocks.type_number, num_rows, blocks.row_len, row_bytes, num_heads, torch.get_num_threads()
+    _native().dequantise(_DEQUANTISE.pack(*addresses, *sizes))
+
+
+def unpack_rows(packed: Packed, ids: Tensor) -> Tensor:
+    """Some rows of a matrix that lies in blocks of one type: ids [...] -> floats [..., K]."""
+    (part,) = packed.parts
+    chosen = Blocks(part.data[ids.flatten()], part.type_number, part.row_len)
+    out = torch.empty(len(chosen.data), part.row_len, dtype=torch.float32, device="cpu")
+    dequantise(chosen, out)
+    return out.view(*ids.shape, part.row_len)
 
 
 # C sees addresses only: what it takes for granted is checked as they are taken.

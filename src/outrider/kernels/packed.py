@@ -3,22 +3,59 @@ Checkpoints are rarely float32 at heart: they come from bfloat16, or from 4- or 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-BFLOAT16, AFFINE4, SCALED8 = 1, 2, 3  # as in unpack.c
+BFLOAT16, AFFINE4, SCALED8, BLOCKS = 1, 2, 3, 4  # as in unpack.c
 BLOCK = 32
 PROBE_ROWS = 16  # enough to see that a matrix has no such form, as most of the time
 CHUNK_ROWS = 4096
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Rows as a GGUF file stores them."""
+
+    data: Tensor  # [N, bytes of a row] uint8
+    type_number: int  # the file's number of the blocks' type
+    row_len: int  # floats of a row
+
+
+@dataclass(frozen=True)
 class Packed:
     kind: int
-    data: Tensor  # bfloat16 bits [N, K] int16; two weights a byte [N, K / 2] uint8; [N, K] int8
+    # bfloat16 bits [N, K] int16; two weights a byte [N, K / 2] uint8; [N, K] int8; or of BLOCKS, where each part is:
+    # address, first row after it, type, bytes of a row [parts, 4] int64
+    data: Tensor
     scales: Tensor | None = None  # of every block of 32 along K: scale and offset [N, K / 32, 2], or scale [N, K / 32]
+    parts: tuple[Blocks, ...] = ()  # of BLOCKS, one below the other: all there is of the weight
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [self.data, *([] if self.scales is None else [self.scales]), *(part.data for part in self.parts)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def rows_from(self, first: int) -> Packed:
+        """Without the first rows."""
+        if not self.parts:
+            return Packed(self.kind, self.data[first:], None if self.scales is None else self.scales[first:])
+        kept, passed = [], 0
+        for part in self.parts:
+            kept.append(replace(part, data=part.data[max(first - passed, 0) :]))
+            passed += len(part.data)
+        return pack_blocks([part for part in kept if len(part.data)])
+
+
+def pack_blocks(parts: Sequence[Blocks]) -> Packed:
+    """A matrix that stays as the file has it; its parts may be of several types."""
+    table, end = [], 0
+    for part in parts:
+        end += len(part.data)
+        table.append((part.data.data_ptr(), end, part.type_number, part.data.shape[1]))
+    return Packed(BLOCKS, torch.tensor(table, dtype=torch.int64, device="cpu"), parts=tuple(parts))
 
 
 def pack(weight: Tensor) -> Packed | None:

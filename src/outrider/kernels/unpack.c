@@ -1,35 +1,15 @@
 /* Weights in a smaller form that gives back the very same floats: bfloat16, 4 bits with a scale and an offset for
- * every 32, or 8 bits with a scale. They are unpacked a panel at a time, which stays in the cache, so that less memory
- * is read. Included by native.c. */
+ * every 32, 8 bits with a scale, or the blocks of a GGUF file. They are unpacked a panel at a time, which stays in the
+ * cache, so that less memory is read. Included by native.c. */
 
-enum { PLAIN = 0, BFLOAT16 = 1, AFFINE4 = 2, SCALED8 = 3, WEIGHT_BLOCK = 32 };
+enum { PLAIN = 0, BFLOAT16 = 1, AFFINE4 = 2, SCALED8 = 3, BLOCKS = 4, WEIGHT_BLOCK = 32 };
 
 typedef struct {
-    const float *weight; /* [num_outputs, depth] */
-    const void *packed; /* the same in a smaller form, or NULL */
+    const float *weight; /* [num_outputs, depth]; NULL where there are only BLOCKS */
+    const void *packed; /* the same in a smaller form, or NULL; of BLOCKS, a list of block_rows */
     const float *scales; /* of every block: scale and offset (AFFINE4), scale (SCALED8) */
     long kind;
 } matrix;
-
-/* Sixteen bytes as floats, low or high halves or whole with sign, times scale plus offset: spelt out for the processors
- * at hand, as compilers take the vector conversion apart byte by byte. */
-#if defined(__AVX512F__)
-INLINE void expand16(__m128i bytes, float scale, float offset, float *to, int with_sign) {
-    __m512i wide = with_sign ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
-    __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(wide), _mm512_set1_ps(scale));
-    _mm512_storeu_ps(to, with_sign ? value : _mm512_add_ps(value, _mm512_set1_ps(offset)));
-}
-#elif defined(__AVX2__)
-INLINE void expand8(__m128i bytes, float scale, float offset, float *to, int with_sign) {
-    __m256i wide = with_sign ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
-    __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(scale));
-    _mm256_storeu_ps(to, with_sign ? value : _mm256_add_ps(value, _mm256_set1_ps(offset)));
-}
-INLINE void expand16(__m128i bytes, float scale, float offset, float *to, int with_sign) {
-    expand8(bytes, scale, offset, to, with_sign);
-    expand8(_mm_srli_si128(bytes, 8), scale, offset, to + 8, with_sign);
-}
-#endif
 
 /* Byte i of a block holds weight i in its low half and weight i + 16 in its high half. scale * q is exact, so the sum
  * is rounded once, as it was when the float was made. */
@@ -82,7 +62,8 @@ static void unpack_bfloat16(const uint16_t *from, float *to, long length) {
 static void unpack(const matrix *source, long depth, long column, long num_columns, long k, long length, float *panel) {
     for (long c = 0; c < num_columns; c++, panel += length) {
         long at = (column + c) * depth + k;
-        if (source->kind == BFLOAT16) unpack_bfloat16((const uint16_t *)source->packed + at, panel, length);
+        if (source->kind == BLOCKS) unpack_blocks(source->packed, depth, column + c, k, length, panel);
+        else if (source->kind == BFLOAT16) unpack_bfloat16((const uint16_t *)source->packed + at, panel, length);
         else if (source->kind == SCALED8)
             unpack_scaled8((const int8_t *)source->packed + at, source->scales + at / WEIGHT_BLOCK, panel, length);
         else unpack_affine4((const uint8_t *)source->packed + at / 2, source->scales + at / 16, panel, length);

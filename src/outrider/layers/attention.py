@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from outrider.kernels.attention import AttentionOptions, paged_attention
 from outrider.kernels.linear import linear
-from outrider.kernels.packed import Packed
 from outrider.kernels.rope import HeadNorms, rope_write
 from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
@@ -89,10 +88,7 @@ class SelfAttention(CachedLayer):
         shape, qkv = self.shape, self.qkv
         first = shape.num_heads * shape.head_dim
         bias = qkv.bias[first:] if qkv.bias is not None else None
-        packed = qkv.packed
-        if packed is not None:
-            scales = packed.scales[first:] if packed.scales is not None else None
-            packed = Packed(packed.kind, packed.data[first:], scales)
+        packed = qkv.packed.rows_from(first) if qkv.packed is not None else None
         rows = linear(x, qkv.weight[first:], bias, packed).view(len(x), -1, shape.head_dim)
         k, v = rows.split(shape.num_kv_heads, dim=1)
         if self.k_norm is not None:

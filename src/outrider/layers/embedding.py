@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.kernels.linear import linear
+from outrider.kernels.native import unpack_rows
 from outrider.kernels.packed import Packed
 from outrider.types import Batch
 
@@ -13,6 +14,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.packed: Packed | None = None  # where the weight stays in blocks, and has no floats
         self.scale = scale
 
     @property
@@ -24,7 +26,7 @@ class Embedding(nn.Module):
         return self.weight.shape[1]
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = F.embedding(ids, self.weight)
+        rows = F.embedding(ids, self.weight) if self.packed is None else unpack_rows(self.packed, ids)
         # The scale is rounded to the weights' own precision first, as the models that have one were trained.
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype)
 

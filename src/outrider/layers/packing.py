@@ -1,10 +1,12 @@
 """Finds the smaller, exact form of every matrix of a model, where there is one."""
 
-from torch import Tensor, nn
+from collections.abc import Mapping
+
+from torch import nn
 
 from outrider.kernels.dispatch import use_native
-from outrider.kernels.packed import pack
-from outrider.layers.embedding import Head
+from outrider.kernels.packed import Packed, pack
+from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
 
 SMALL_MODEL = 64 * 2**20  # a model that stays in the cache gains nothing, and pays for the unpacking
@@ -16,19 +18,43 @@ def packed_bytes(module: nn.Module) -> int:
     total = 0
     for parameter in module.parameters():
         form = packed.get(parameter)
-        tensors: list[Tensor | None] = [parameter] if form is None else [form.data, form.scales]
-        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+        total += parameter.numel() * parameter.element_size() if form is None else form.num_bytes
     return total
 
 
-def pack_weights(module: nn.Module, min_bytes: int = SMALL_MODEL) -> int:
-    """Called once, after the weights are loaded. Returns how many matrices were packed."""
+def held_bytes(*modules: nn.Module) -> int:
+    """What the weights take in memory, in all their forms; what modules share counts once."""
+    parameters = {parameter for module in modules for parameter in module.parameters()}
+    forms = {layer.weight: layer.packed for module in modules for layer in packable(module)}
+    stored = {parameter.data_ptr(): parameter.untyped_storage().nbytes() for parameter in parameters}
+    return sum(stored.values()) + sum(form.num_bytes for form in forms.values() if form is not None)
+
+
+def packable(module: nn.Module) -> list[Linear | Head | Embedding]:
+    """Layers that can do with another form of their weight."""
+    return [layer for layer in module.modules() if isinstance(layer, Linear | Head | Embedding)]
+
+
+def gains_from_packing(module: nn.Module, min_bytes: int | None = None) -> bool:
+    """Whether it is large enough."""
     layers = [layer for layer in module.modules() if isinstance(layer, Linear | Head)]
-    if sum(layer.weight.numel() * layer.weight.element_size() for layer in layers) < min_bytes:
+    total = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
+    return total >= (SMALL_MODEL if min_bytes is None else min_bytes)
+
+
+def share_blocks(module: nn.Module, blocks: Mapping[nn.Parameter, Packed]) -> None:
+    """Gives every layer the blocks of its weight, whoever else has it too."""
+    for layer in packable(module):
+        layer.packed = blocks.get(layer.weight, layer.packed)
+
+
+def pack_weights(module: nn.Module, min_bytes: int | None = None) -> int:
+    """Called once, after the weights are loaded. Returns how many matrices were packed."""
+    if not gains_from_packing(module, min_bytes):
         return 0
     count = 0
-    for layer in layers:
-        if use_native(layer.weight):
+    for layer in module.modules():
+        if isinstance(layer, Linear | Head) and layer.packed is None and use_native(layer.weight):
             layer.packed = pack(layer.weight.detach())
             count += layer.packed is not None
     return count

@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from outrider import __version__
+from outrider.chat_template import ChatOptions
 from outrider.llm import LLM
 from outrider.server import health
 from outrider.server.answers import (
@@ -38,9 +38,9 @@ from outrider.server.chat import chat_chunks, messages_of, start_chat, whole_cha
 from outrider.server.completions import completion_chunks, start_completion, whole_completion
 from outrider.server.engine_thread import EngineThread, Limits
 from outrider.server.errors import ApiError, bad_request, clean, internal_error
+from outrider.server.events import event_stream
 from outrider.server.generation import Service
 from outrider.server.metrics import CONTENT_TYPE, Metrics
-from outrider.server.pacing import paced
 from outrider.server.parsers import ParserNames
 from outrider.server.playground import add_playground
 from outrider.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
@@ -85,39 +85,19 @@ def _tenant(http: HttpRequest, body: Generation) -> str | None:
     return json.dumps(parts) if parts else None
 
 
-def _events(chunks: AsyncIterator[dict[str, Any]], pace: float) -> StreamingResponse:
-    async def lines() -> AsyncIterator[bytes]:
-        try:
-            async for chunk in chunks:
-                yield _event(chunk)
-        except ApiError as error:  # the status line is gone: the error comes as an event
-            yield _event(error.body)
-        except Exception as error:
-            yield _event(internal_error(error).body)
-        yield b"data: [DONE]\n\n"
-
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    content = paced(lines(), pace) if pace else lines()
-    return StreamingResponse(content, media_type="text/event-stream", headers=headers)
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: %b\n\n" % orjson.dumps(content)
-
-
 def _add_generation(app: FastAPI, service: Service, pace: float) -> None:
     @app.post("/v1/chat/completions", responses=generated(ChatAnswer))
     async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
         job = await start_chat(service, body, _tenant(http, body))
         if body.stream:
-            return _events(chat_chunks(http, service, body, job), pace)
+            return event_stream(chat_chunks(http, service, body, job), pace, lambda: service.engine.abort(job))
         return JSONResponse(await whole_chat(http, service, body, job))
 
     @app.post("/v1/completions", responses=generated(CompletionAnswer))
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         job = await start_completion(service, body, _tenant(http, body))
         if body.stream:
-            return _events(completion_chunks(http, service, body, job), pace)
+            return event_stream(completion_chunks(http, service, body, job), pace, lambda: service.engine.abort(job))
         return JSONResponse(await whole_completion(http, service, body, job))
 
 
@@ -132,7 +112,10 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         def encode() -> list[int]:
             if body.messages is None:
                 return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
-            text = tokenizer.chat(messages_of(body.messages), add_generation_prompt=body.add_generation_prompt)
+            options = ChatOptions(
+                add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message
+            )
+            text = tokenizer.chat(messages_of(body.messages), options)
             return tokenizer.encode(text, add_special_tokens=False)
 
         tokens = await service.prepare(encode)

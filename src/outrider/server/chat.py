@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import Request as HttpRequest
 
+from outrider.chat_template import ChatOptions
 from outrider.engine.request import Logprob
 from outrider.llm import Prompt
 from outrider.outputs import CompletionOutput
 from outrider.server.generation import Service, aborting, extras, finished, metrics_of, sampling_params, usage
 from outrider.server.job import Job, Piece
 from outrider.server.messages import MessageReader, message_of
-from outrider.server.schema import ChatRequest
+from outrider.server.schema import ChatRequest, Message
 from outrider.server.tool_choice import bound, check_tools, offered, reading_of
 from outrider.tokenizer import Tokenizer
 
@@ -36,32 +37,18 @@ async def start_chat(service: Service, body: ChatRequest, tenant: str | None) ->
 
 def _prompt(service: Service, body: ChatRequest) -> Prompt:
     tools = [tool.model_dump(exclude_none=True) for tool in offered(body)] or None
-    options = body.chat_template_kwargs.model_dump(exclude_none=True)
-    return service.llm.chat_prompt(messages_of(body.messages), tools=tools, **options)
+    options = ChatOptions(
+        tools=tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=body.chat_template_kwargs.model_dump(exclude_none=True),
+    )
+    return service.llm.chat_prompt(messages_of(body.messages), options)
 
 
-def messages_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """As templates expect them: text as a string, parts only where there are images."""
-    plain = []
-    for message in messages:
-        fields = message.model_dump(exclude_none=True)
-        content = fields.setdefault("content", "")
-        if isinstance(content, list) and all(part["type"] == "text" for part in content):
-            fields["content"] = "".join(part["text"] for part in content)
-        for call in fields.get("tool_calls", ()):
-            _read_arguments(call)
-        plain.append(fields)
-    return plain
-
-
-def _read_arguments(call: dict[str, Any]) -> None:
-    """Clients send a call's arguments as JSON text; templates write JSON themselves."""
-    function = call.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError:
-            raise ValueError("the arguments of a tool call in messages are not valid JSON") from None
+def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As they were sent; a message without content, as one of calls only, has an empty text."""
+    return [{"content": "", **message.model_dump(exclude_none=True)} for message in messages]
 
 
 async def whole_chat(http: HttpRequest, service: Service, body: ChatRequest, job: Job) -> dict[str, Any]:
@@ -102,17 +89,17 @@ def _choice(service: Service, body: ChatRequest, output: CompletionOutput, reade
 
 async def chat_chunks(
     http: HttpRequest, service: Service, body: ChatRequest, job: Job
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any], None]:
     """Deltas; all of them joined are the message of the whole answer."""
     head = _head(service, job, "chat.completion.chunk")
     options = body.stream_options
     num_generated, speculations = 0, []
-    for index in range(len(job.requests)):
-        first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        yield {**head, "choices": [first]}
     readers = _readers(service, body, job)
-    async with aborting(http, service, job):
-        async for piece in job.pieces():
+    first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
+        for index in range(len(job.requests)):
+            yield {**head, "choices": [{"index": index, **first}]}
+        async for piece in pieces:
             num_generated += len(piece.token_ids)
             if piece.final is not None:
                 speculations.append(piece.final.speculation)

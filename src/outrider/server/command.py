@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.commands import option
-from outrider.console import loading, open_consoles, show_note
+from outrider.console import loading, open_consoles, show_memory_table, show_note
+from outrider.extras import extra_missing
 from outrider.options import ENGINE, EngineOptions, ModelArgument
 from outrider.server.address import port_of, taken
 from outrider.server.log import log, log_to_stderr
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from outrider.config import EngineConfig
     from outrider.llm import LLM
 
-EXTRA = "outrider serve needs the serve extra: pip install 'outrider[serve]'"
 DEFAULT_NAME = "default"  # of the embedded model
 
 _NAMES, _LIMITS, _ACCESS = "Names and parsers", "Limits", "Access"
@@ -25,6 +25,9 @@ _NAMES, _LIMITS, _ACCESS = "Names and parsers", "Limits", "Access"
 _TOOLS_HELP = "Form of calls: hermes, qwen3_coder, llama3, mistral, deepseek, harmony, none; auto: by the template."
 _REASONING_HELP = "Form of reasoning: think, mistral, harmony, none; auto: by the template."
 _WATCHDOG_HELP = "Rebuild or rest drafting where acceptance has died."
+_SEQUENCES_HELP = "Sequences decoded at once. By default 256 on a GPU, else 16."
+_ROWS_HELP = "Tokens computed in a pass. By default 8192 on a GPU, else 2048."
+_SHARE_HELP = "Share of a GPU's memory to use."
 _PREFIX_HELP = "Reuse what prompts have in common."
 _PACE_HELP = "Milliseconds between frames of streams, all of one size. 0: none."
 
@@ -53,7 +56,13 @@ AllowedOrigin = Annotated[
 MaxBody = Annotated[int, option(_ACCESS, "--max-body", metavar="N", help="Largest request, in MiB.", min=1, max=1024)]
 Pace = Annotated[float, option(_ACCESS, "--pace", metavar="X", help=_PACE_HELP, min=0)]
 MaxNumSeqs = Annotated[
-    int, option(_LIMITS, "--max-num-seqs", metavar="N", help="Sequences decoded at once.", min=1, max=4096)
+    int | None, option(_LIMITS, "--max-num-seqs", metavar="N", help=_SEQUENCES_HELP, min=1, max=4096)
+]
+MaxBatchedTokens = Annotated[
+    int | None, option(_LIMITS, "--max-num-batched-tokens", metavar="N", help=_ROWS_HELP, min=1)
+]
+MemoryShare = Annotated[
+    float, option(_LIMITS, "--gpu-memory-utilization", metavar="X", help=_SHARE_HELP, min=0.01, max=1.0)
 ]
 CacheBytes = Annotated[
     int | None, option(_LIMITS, "--kv-cache-memory-bytes", metavar="N", help="Memory for keys and values.", min=1)
@@ -105,7 +114,9 @@ class AccessOptions:
 class LimitOptions:
     """How much is taken in at a time."""
 
-    max_num_seqs: MaxNumSeqs = 16
+    max_num_seqs: MaxNumSeqs = None
+    max_num_batched_tokens: MaxBatchedTokens = None
+    gpu_memory_utilization: MemoryShare = 0.9
     kv_cache_memory_bytes: CacheBytes = None
     enable_prefix_caching: PrefixCaching = True
     max_queue: MaxQueue = 256
@@ -113,6 +124,15 @@ class LimitOptions:
     stall_timeout: Stall = 60.0
     shutdown_timeout: Drain = 30.0
     exit_on_engine_death: ExitOnDeath = True
+
+    def of_engine(self) -> dict[str, Any]:
+        """Those that are the engine's. What was not given is left out: the device decides."""
+        batches = {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
+        return {name: value for name, value in batches.items() if value is not None} | {
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "kv_cache_memory": self.kv_cache_memory_bytes,
+            "enable_prefix_caching": self.enable_prefix_caching,
+        }
 
 
 def serve_command(
@@ -145,19 +165,14 @@ def serve_command(
             from outrider.server.parsers import ParserNames, choose
             from outrider.server.security import access_for
             from outrider.server.serving import Server
-        except ModuleNotFoundError as error:
-            raise ValueError(EXTRA) from error
+        except ImportError as error:
+            raise extra_missing("outrider serve", "serve", error) from error
     asked = ParserNames(names.tool_call_parser, names.reasoning_parser)
     choose(asked, None)  # an unknown one is refused before anything is loaded
     given = access_options
     allowed = (given.api_key or [], given.allowed_host or [], given.allowed_origin or [])
     access = replace(access_for(given.host, *allowed, given.max_body * 2**20), pace=given.pace / 1000)
-    config = options.config(
-        max_num_seqs=limit_options.max_num_seqs,
-        kv_cache_memory=limit_options.kv_cache_memory_bytes,
-        enable_prefix_caching=limit_options.enable_prefix_caching,
-        watchdog=WatchdogConfig() if watchdog else None,
-    )
+    config = options.config(**limit_options.of_engine(), watchdog=WatchdogConfig() if watchdog else None)
     with taken(given.host, given.port) as sockets, _loaded(config) as llm:
         served = names.served_model_name or name_of(options.model)
         limits = Limits(
@@ -167,11 +182,14 @@ def serve_command(
         tools, reasoning = choose(asked, llm.tokenizer)
         reasons = {"tools": tools.reason, "reasoning": reasoning.reason}
         log("parsers", tools=tools.name, reasoning=reasoning.name, because=reasons)
+        consoles = open_consoles()
+        log("memory", **vars(llm.budget), num_tokens=llm.budget.num_tokens)
+        show_memory_table(consoles.about, llm.budget)
         application = Application(llm, served, limits, access, ParserNames(tools.name, reasoning.name))
         port = port_of(sockets)
         log("listening", host=given.host, port=port, model=served, max_model_len=llm.max_model_len)
         url = f"http://{f'[{given.host}]' if ':' in given.host else given.host}:{port}"
-        show_note(open_consoles().about, f"{served} at {url}/v1, playground at {url}/")
+        show_note(consoles.about, f"{served} at {url}/v1, playground at {url}/")
         exits, drain = limit_options.exit_on_engine_death, limit_options.shutdown_timeout
         Server(application, given.host, port, drain, exit_on_death=exits).run(sockets=sockets)
         log("ended")

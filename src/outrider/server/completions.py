@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -80,14 +81,14 @@ def _choice(service: Service, body: CompletionRequest, output: CompletionOutput,
 
 async def completion_chunks(
     http: HttpRequest, service: Service, body: CompletionRequest, job: Job
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any], None]:
     head = _head(service, job)
     options = body.stream_options
     num_generated, speculations = 0, []
     ends = dict.fromkeys(range(len(job.requests)), 0)  # of each sequence: length of the text so far
     echoed: set[int] = set()
-    async with aborting(http, service, job):
-        async for piece in job.pieces():
+    async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
+        async for piece in pieces:
             num_generated += len(piece.token_ids)
             if piece.final is not None:
                 speculations.append(piece.final.speculation)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -38,7 +36,6 @@ class Service:
     model_name: str
     created: int
     parsers: ParserNames
-    grammar_lock: threading.Lock = field(default_factory=threading.Lock)  # grammars are compiled one at a time
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
@@ -60,8 +57,7 @@ class Service:
         self.engine.check_room(len(prompts) * params.n)
 
         def make() -> list[Request]:
-            with self.grammar_lock if params.guided is not None else contextlib.nullcontext():
-                groups = [self.llm.requests_for(prompt(), params, number) for number, prompt in enumerate(prompts)]
+            groups = [self.llm.requests_for(prompt(), params, number) for number, prompt in enumerate(prompts)]
             return [request for group in groups for request in group]
 
         begin = time.monotonic()
@@ -111,7 +107,12 @@ def guided_of(body: Generation) -> Guided | None:
         found.append(Guided(grammar=body.guided_grammar))
     if len(found) > 1:
         raise ValueError("response_format and guided_... contradict each other: give one of them")
-    return found[0] if found else None
+    if found:
+        return replace(found[0], max_whitespace=body.guided_max_whitespace, close=body.guided_close)
+    idle = sorted(body.model_fields_set & {"guided_max_whitespace", "guided_close"})
+    if idle:
+        raise ValueError(f"{idle[0]} says how JSON is written, and none is asked for: leave it out")
+    return None
 
 
 @asynccontextmanager
@@ -134,8 +135,8 @@ async def aborting(http: HttpRequest, service: Service, job: Job) -> AsyncIterat
 async def finished(http: HttpRequest, service: Service, job: Job) -> list[CompletionOutput]:
     """All of it, in order."""
     outputs: dict[int, CompletionOutput] = {}
-    async with aborting(http, service, job):
-        async for piece in job.pieces():
+    async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
+        async for piece in pieces:
             if piece.final is not None:
                 outputs[piece.index] = piece.final
     return [outputs[index] for index in sorted(outputs)]

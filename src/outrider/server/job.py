@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -65,8 +65,8 @@ class Job:
             event = await self._next()
         assert isinstance(event, Accepted)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Until every sequence has ended."""
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Until every sequence has ended. Close it (aclosing) where it may be left before."""
         num_left = len(self.requests)
         with self._watched():
             while num_left:

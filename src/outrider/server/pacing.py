@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 FRAME = 4096  # bytes; what does not fit goes with the next frame
 
 
-async def paced(events: AsyncIterator[bytes], interval: float) -> AsyncIterator[bytes]:
+async def paced(events: AsyncGenerator[bytes, None], interval: float) -> AsyncGenerator[bytes, None]:
     """The same events, one frame every `interval` seconds, filled up with comments that clients pass over."""
     ready = bytearray()
 
     async def collect() -> None:
-        async for event in events:
-            ready.extend(event)
+        async with aclosing(events):
+            async for event in events:
+                ready.extend(event)
 
     collecting = asyncio.create_task(collect())
     begin, tick = time.monotonic(), 0

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from outrider.sampling_params import MAX_LOGPROBS, MAX_PREDICTION, MAX_STOP_STRINGS
+from outrider.sampling_params import MAX_LOGPROBS, MAX_PREDICTION, MAX_STOP_STRINGS, MAX_WHITESPACE
 
 MAX_N = 64
 MAX_TEXT = 2**22  # characters in one text
@@ -123,6 +123,8 @@ class Generation(Strict):
     guided_regex: Pattern | None = None
     guided_choice: Annotated[list[Pattern], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     guided_grammar: Pattern | None = None
+    guided_max_whitespace: Annotated[Whole, Field(ge=1, le=MAX_WHITESPACE)] = 1  # between two parts of a JSON text
+    guided_close: bool = True  # JSON that max_tokens would cut is closed in time
     return_token_ids: bool = False  # with every choice: its tokens, their texts, and the place of each in a draft
     return_drafts: bool = False  # with every piece of a stream: what had been drafted for it
     prediction: PredictedOutput | None = None  # what the answer will be like; the answer is the same without
@@ -202,6 +204,8 @@ class ChatRequest(Generation):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # needs add_generation_prompt: false
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
@@ -227,6 +231,7 @@ class TokenizeRequest(Strict):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     return_token_strs: bool = False
 
     @model_validator(mode="after")

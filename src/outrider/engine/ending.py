@@ -1,0 +1,121 @@
+"""JSON answers that end in time. A model that goes on and on in a string would be cut by max_tokens, and what is cut
+is no JSON. Here the shortest way to the end is found from any place, to be taken while there is room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from outrider.engine.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    import xgrammar
+
+MAX_CLOSING = 4096  # bytes that closing an answer may take
+SPARE = 4  # tokens left over when the closing begins: one token may make the way to the end a little longer
+
+_OUTSIDE, _STRING, _ESCAPE = range(3)
+_CLOSING_OUTSIDE = (b"}", b"]", b":", b",", b'"', *(b"%d" % digit for digit in range(10)), b"null", b"true", b"false")
+_CLOSING_OUTSIDE += (b"[", b"{", b"-", b".", b"e", b" ")
+_PRINTABLE = [bytes([code]) for code in (*range(0x30, 0x7F), *range(0x20, 0x30))]
+# a string may have to be of some length or pattern; the last three go on with a character that is half written
+_CLOSING_STRING = (b'"', *_PRINTABLE, b"\x80", b"\x90", b"\xa0")
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """How many tokens an answer has left, and whether it is being closed. A value: it is a function of the tokens so
+    far, so that drafts which are tried and taken back leave no trace."""
+
+    left: int  # tokens that may still come, the one that ends the text included
+    look_at: int  # the way to the end is looked for when no more than these are left
+    lexer: int = _OUTSIDE  # of the JSON text so far: outside of strings, in one, after a backslash in one
+    way: tuple[int, ...] | None = None  # tokens that close the answer; (): nothing but its end may follow
+
+    @classmethod
+    def of(cls, num_tokens: int) -> Countdown:
+        return cls(num_tokens, num_tokens)
+
+    @property
+    def is_closing(self) -> bool:
+        return self.way is not None
+
+
+class Ending:
+    """Closes answers in one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary, banned: Iterable[int]) -> None:
+        self._vocabulary, banned = vocabulary, frozenset(banned) | vocabulary.end_ids
+        self._ids = {text: id for id, text in enumerate(vocabulary.spelt) if text and id not in banned}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def passed(self, countdown: Countdown) -> Countdown:
+        """After a token that is no part of the JSON text, as of the reasoning before it."""
+        return replace(countdown, left=countdown.left - 1)
+
+    def after(self, token: int, countdown: Countdown, matcher: xgrammar.GrammarMatcher) -> Countdown:
+        """After a token of the JSON text, which the matcher has taken."""
+        left = countdown.left - 1
+        if countdown.way is not None:
+            return replace(countdown, left=left, way=countdown.way[1:])
+        lexer = _read(self._vocabulary.spelt[token], countdown.lexer)
+        countdown = replace(countdown, left=left, lexer=lexer)
+        if left > countdown.look_at:
+            return countdown
+        way = self._way(matcher, lexer)
+        room = left - 1 - len(way) if way is not None else 0
+        if way is not None and 0 <= room <= SPARE:
+            return replace(countdown, way=way)
+        # Both the room and the way may change with every token; halfway is early enough.
+        return replace(countdown, look_at=left - max(1, (room - SPARE) // 2))
+
+    def _way(self, matcher: xgrammar.GrammarMatcher, lexer: int) -> tuple[int, ...] | None:
+        text = _closing(matcher.fork(), lexer)
+        return None if text is None else self._tokens(text)
+
+    def _tokens(self, text: bytes) -> tuple[int, ...] | None:
+        """A text in few tokens, the longest first; None where the vocabulary cannot spell it."""
+        found: list[int] = []
+        place = 0
+        while place < len(text):
+            sizes = range(min(self._longest, len(text) - place), 0, -1)
+            size = next((size for size in sizes if text[place : place + size] in self._ids), 0)
+            if not size:
+                return None
+            found.append(self._ids[text[place : place + size]])
+            place += size
+        return tuple(found)
+
+
+def _closing(matcher: xgrammar.GrammarMatcher, lexer: int) -> bytes | None:
+    """A short text that completes what the matcher has taken so far: strings end, and nothing optional begins."""
+    text = b""
+    while not matcher.is_completed():
+        certain = _certain(matcher)
+        choices = (certain,) if certain else _CLOSING_OUTSIDE if lexer == _OUTSIDE else _CLOSING_STRING
+        piece = next((choice for choice in choices if matcher.accept_string(choice)), None)
+        if piece is None or len(text) > MAX_CLOSING:
+            return None
+        text += piece
+        lexer = _read(piece, lexer)
+    return text
+
+
+def _certain(matcher: xgrammar.GrammarMatcher) -> bytes:
+    """What must come next, if the grammar leaves no choice; it may begin inside a character."""
+    try:
+        return matcher.find_jump_forward_string().encode()
+    except UnicodeDecodeError as error:
+        return error.object
+
+
+def _read(text: bytes, lexer: int) -> int:
+    for byte in text:
+        if lexer == _ESCAPE:
+            lexer = _STRING
+        elif byte == 0x22:  # a quotation mark
+            lexer = _OUTSIDE if lexer == _STRING else _STRING
+        elif byte == 0x5C and lexer == _STRING:  # a backslash
+            lexer = _ESCAPE
+    return lexer

@@ -1,0 +1,55 @@
+"""Memory of the CPU, taken so that only what is used costs anything: zeros that the system backs when they are first
+written, large pages for the weights, and file pages that are given back once they are read."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import mmap
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+LARGE_PAGE = 2 * 2**20
+_IS_LINUX = sys.platform == "linux"
+
+
+def zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As torch.zeros, but on a CPU nothing is written: a page of memory is taken when it is first written to.
+
+    A cache may so be as large as it can ever be needed, and take no more than requests have used of it."""
+    num_bytes = math.prod(size) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < LARGE_PAGE:
+        return torch.zeros(*size, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(*size)  # which keeps the memory until it is gone itself
+
+
+def use_large_pages(tensor: Tensor) -> None:
+    """Asks for large pages under a tensor that was not written yet: it is then filled, and later read, much faster.
+    They are a matter of speed alone: where there are none, nothing happens."""
+    if not (_IS_LINUX and tensor.is_cpu):
+        return
+    begin = -(-tensor.data_ptr() // LARGE_PAGE) * LARGE_PAGE
+    end = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // LARGE_PAGE * LARGE_PAGE
+    if end > begin:
+        _madvise()(begin, end - begin, mmap.MADV_HUGEPAGE)
+
+
+def give_back(memory: mmap.mmap, offset: int, num_bytes: int) -> None:
+    """What was read of a file no longer counts as this program's memory. It can be read again."""
+    if _IS_LINUX:
+        begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin:
+            memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int]:
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
