@@ -120,3 +120,28 @@ def test_gauges_after_an_abort(running: Running) -> None:
         assert gauges()[2] > 0
     running.wait_until_idle()
     wait_for(lambda: gauges() == [0, 0, 0], 3)
+
+
+def test_what_the_loop_had_no_time_for_is_sent_together() -> None:
+    """In order, up to the end of a sequence; drafts are shown step by step; an error comes after what came before."""
+
+    async def main() -> None:
+        job = new_job(2)
+        shown = Piece(1, "d", [7], [], [0], [1], draft=[7, 8])
+        first = [Piece(0, text, [number], [], [0], [number]) for number, text in enumerate("abc")]
+        for event in (*first, shown, shown, piece(1, "x"), piece(1, "y", last=True), piece(0, "z", last=True)):
+            job.events.put_nowait(event)
+        found = [each async for each in job.pieces()]
+        assert [(each.index, each.text) for each in found] == [(0, "abc"), (1, "d"), (1, "d"), (1, "xy"), (0, "z")]
+        assert (found[0].token_ids, found[0].text_ends) == ([0, 1, 2], [0, 1, 2])
+        assert [each.final is not None for each in found] == [False, False, False, True, True]
+        broken = new_job()
+        for event in (piece(0, "a"), piece(0, "b"), bad_request("no more")):
+            broken.events.put_nowait(event)
+        texts = []
+        with pytest.raises(ApiError, match="no more"):
+            async for each in broken.pieces():
+                texts.append(each.text)
+        assert texts == ["ab"]
+
+    asyncio.run(main())

@@ -59,14 +59,18 @@ class Cache:
         self.shape = shape
         self.layers = [layer for model in models for layer in cached_layers(model)]
         self.recurrent = [layer for model in models for layer in recurrent_layers(model)]
+        # one tensor, so that a request is admitted with one copy; setting a single element would wait for the device
+        self._counts = torch.zeros(5, shape.num_slots, dtype=torch.long, device=device)
+        lengths, computed, followed, draft_count, kept_state = self._counts.unbind()
+        lengths.fill_(1)  # the null slot has a token too
         self.state = SlotState(
             # one column beyond every index, for masked writes
             tokens=zeros((shape.num_slots, shape.max_len + 1), torch.long, device),
-            lengths=torch.ones(shape.num_slots, dtype=torch.long, device=device),  # nobody has a token as well
-            computed=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
-            followed=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
-            draft_count=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
-            kept_state=torch.zeros(shape.num_slots, dtype=torch.long, device=device),
+            lengths=lengths,
+            computed=computed,
+            followed=followed,
+            draft_count=draft_count,
+            kept_state=kept_state,
         )
         if shape.num_axes > 1:
             width = self.state.tokens.shape[1]
@@ -102,11 +106,7 @@ class Cache:
         state = self.state
         num_reused = len(reused) * self.shape.page_size
         state.tokens[slot, : len(tokens)] = self.upload(torch.tensor(tokens, dtype=torch.long))
-        state.lengths[slot] = len(tokens)
-        state.computed[slot] = num_reused
-        state.followed[slot] = num_reused
-        state.draft_count[slot] = 0
-        state.kept_state[slot] = 0
+        self._counts[:, slot] = self.upload(torch.tensor([len(tokens), num_reused, num_reused, 0, 0]))
         self._place_images(slot, images)
         for layer in self.recurrent:
             assert layer.states is not None

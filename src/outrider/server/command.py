@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from outrider.config import EngineConfig
     from outrider.llm import LLM
 
+SWITCH_SECONDS = 0.0005  # that a thread may keep the interpreter while another waits for it
 DEFAULT_NAME = "default"  # of the embedded model
 
 _NAMES, _LIMITS, _ACCESS = "Names and parsers", "Limits", "Access"
@@ -190,6 +192,8 @@ def serve_command(
         log("listening", host=given.host, port=port, model=served, max_model_len=llm.max_model_len)
         url = f"http://{f'[{given.host}]' if ':' in given.host else given.host}:{port}"
         show_note(consoles.about, f"{served} at {url}/v1, playground at {url}/")
+        # The engine's thread lets go of the interpreter at every launch, and must not wait long to have it back.
+        sys.setswitchinterval(SWITCH_SECONDS)
         exits, drain = limit_options.exit_on_engine_death, limit_options.shutdown_timeout
         Server(application, given.host, port, drain, exit_on_death=exits).run(sockets=sockets)
         log("ended")

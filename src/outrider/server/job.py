@@ -28,6 +28,22 @@ class Piece:
     draft: list[int] = field(default_factory=list)  # proposed for this step; only for those who asked
     final: CompletionOutput | None = None  # with the last piece: all of it
 
+    def can_be_joined(self, other: Event) -> bool:
+        """Whether what came right after it may be sent with it. Whoever asked for drafts sees every step."""
+        return isinstance(other, Piece) and self.index == other.index and not self.draft and not other.draft
+
+    def joined(self, other: Piece) -> Piece:
+        """What two steps added, one after the other."""
+        return Piece(
+            index=self.index,
+            text=self.text + other.text,
+            token_ids=self.token_ids + other.token_ids,
+            logprobs=self.logprobs + other.logprobs,
+            draft_positions=self.draft_positions + other.draft_positions,
+            text_ends=self.text_ends + other.text_ends,
+            final=other.final,
+        )
+
 
 class Accepted:
     """The engine has taken the job: from here on, only faults and deadlines can end it early."""
@@ -66,12 +82,18 @@ class Job:
         assert isinstance(event, Accepted)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Until every sequence has ended. Close it (aclosing) where it may be left before."""
+        """Until every sequence has ended. Close it (aclosing) where it may be left before. Where more has come than the
+        event loop has had time for, it is sent together: the busier the server, the fewer and larger the pieces."""
         num_left = len(self.requests)
         with self._watched():
+            following: Event | None = None
             while num_left:
-                event = await self._next()
+                event = await self._next() if following is None else _unless_error(following)
                 assert isinstance(event, Piece)
+                following = self._waiting()
+                while following is not None and event.can_be_joined(following):
+                    assert isinstance(following, Piece)
+                    event, following = event.joined(following), self._waiting()
                 num_left -= event.final is not None
                 yield event
 
@@ -87,10 +109,16 @@ class Job:
             timer.cancel()
 
     async def _next(self) -> Piece | Accepted:
-        event = await self.events.get()
-        if isinstance(event, ApiError):
-            raise event
-        return event
+        return _unless_error(await self.events.get())
+
+    def _waiting(self) -> Event | None:
+        return None if self.events.empty() else self.events.get_nowait()
+
+
+def _unless_error(event: Event) -> Piece | Accepted:
+    if isinstance(event, ApiError):
+        raise event
+    return event
 
 
 def send_all(events: Sequence[tuple[Job, Event]]) -> None:
