@@ -24,9 +24,10 @@ from outrider.server.errors import (
     too_busy,
 )
 from outrider.server.faults import blame, discard, suspects_of
-from outrider.server.job import Accepted, Event, Job, Piece, send_all
+from outrider.server.job import Accepted, Job, Piece
 from outrider.server.log import log
 from outrider.server.metrics import Metrics, Round
+from outrider.server.outbox import Outbox
 
 MAX_FAULTS = 3  # steps that may break with a request among others before it is failed with them
 BROKEN_AFTER = 8  # steps in a row that break: the engine itself is broken
@@ -77,7 +78,7 @@ class EngineThread:
         self._stopping = False
         self._death: ApiError | None = None  # what everybody is told once the thread has ended
         self._sequences: list[_Sequence] = []
-        self._outgoing: list[tuple[Job, Event]] = []  # what the step has brought
+        self._outbox = Outbox()
         self._job_seconds = 1.0  # of late
         self._faults_in_row = 0
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
@@ -234,6 +235,7 @@ class EngineThread:
         for request in job.requests:
             if not request.finished:
                 discard(self._engine, request)
+        self._outbox.forget(job)
         job.send(reason)
         self._close(job, reason.code or "abort")
 
@@ -261,8 +263,7 @@ class EngineThread:
         self.metrics.stepped(self._engine, now - begin)
         self._log_notices()
         ended = [each for each in self._sequences if self._report(each, begin, now)]
-        send_all(self._outgoing)
-        self._outgoing.clear()
+        self._outbox.deliver(now)
         for sequence in ended:
             if sequence.request.error is not None:
                 self._end(sequence.job, internal_error(RuntimeError(sequence.request.error)))
@@ -299,7 +300,7 @@ class EngineThread:
         sequence.last_token = now
         self._count(sequence, num_new)
         if (job.streams or request.finished) and request.error is None:
-            self._outgoing.append((job, _piece(sequence)))
+            self._outbox.add(job, _piece(sequence))
         sequence.num_tokens, sequence.traced = request.num_outputs, len(request.trace)
         sequence.text_len = len(request.text.text) if request.text is not None else 0
         return request.finished

@@ -65,6 +65,7 @@ class Job:
     started: float | None = None  # when the engine first worked at it
     first_token: float | None = None
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    begun: bool = False  # its first piece is on its way
     closed: bool = False  # nothing more will be sent
 
     @property
@@ -73,8 +74,15 @@ class Job:
         return sum(len(ids) for ids in {id(request.prompt): request.prompt for request in self.requests}.values())
 
     def send(self, *events: Event) -> None:
-        """From the engine's thread."""
-        send_all([(self, event) for event in events])
+        """From the engine's thread, at once."""
+        try:
+            self.loop.call_soon_threadsafe(self._put, events)
+        except RuntimeError:  # the loop has been closed: nobody is listening
+            self.closed = True
+
+    def _put(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.events.put_nowait(event)
 
     async def accepted(self) -> None:
         with self._watched():
@@ -119,19 +127,3 @@ def _unless_error(event: Event) -> Piece | Accepted:
     if isinstance(event, ApiError):
         raise event
     return event
-
-
-def send_all(events: Sequence[tuple[Job, Event]]) -> None:
-    """From the engine's thread, all that a step has brought: the event loop is woken once, not once for each."""
-    for loop in {job.loop for job, _ in events}:
-        mine = [(job, event) for job, event in events if job.loop is loop]
-        try:
-            loop.call_soon_threadsafe(_put, mine)
-        except RuntimeError:  # the loop has been closed: nobody is listening
-            for job, _ in mine:
-                job.closed = True
-
-
-def _put(events: Sequence[tuple[Job, Event]]) -> None:
-    for job, event in events:
-        job.events.put_nowait(event)
