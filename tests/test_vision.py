@@ -254,7 +254,7 @@ def test_errors_say_what_to_do(vision_path: Callable[[str], Path], target_path: 
 
 def test_without_the_extra(vision_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    with LLM(vision_path("qwen2_5_vl"), None, **SMALL) as llm, pytest.raises(ValueError, match=r"outrider\[vision\]"):
+    with LLM(vision_path("qwen2_5_vl"), None, **SMALL) as llm, pytest.raises(ValueError, match=r"\.\[vision\]"):
         llm.generate([{"prompt": "<img>", "multi_modal_data": {"image": b""}}], GREEDY)
 
 

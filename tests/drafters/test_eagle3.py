@@ -283,8 +283,12 @@ def test_readings_are_what_other_checkpoints_would_say(target_path: Callable[...
         for name in [*READINGS, ""]:
             drafter = readings[name].apply(own) if name else own
             llm.engine.close()
-            llm.engine = Engine(llm.config, llm.target, drafter, llm.budget, llm.tokenizer)
-            assert llm.generate([[3, 4, 5, 6]], params)[0].outputs[0].trace == traces[name], name
+            engine = Engine(llm.config, llm.target, drafter, llm.budget, llm.tokenizer)
+            (request,) = llm.requests_for([3, 4, 5, 6], params, 0)
+            engine.add(request)
+            while engine.has_work:
+                engine.step()
+            assert request.trace == traces[name], name
 
 
 def test_a_reading_of_the_draft_ids(target_path: Callable[..., Path], tmp_path: Path) -> None:

