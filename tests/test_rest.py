@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from samples import METHODS, drafter_settings, guide, sample_target, suits
 
 from outrider import LLM, SamplingParams
@@ -67,7 +68,7 @@ def compare(path: Path, speculative: dict[str, Any], *, seed: int, batch: int, r
         assert llm.drafter is not None
         later = Drafts(llm) if not recorded else None
         guide(llm.drafter, [p + t for p, t in zip(PROMPTS, plain, strict=True)], llm.target.vocab_size)
-        llm.engine.drafting.policy = restless = Restless(llm.engine.lookahead, seed, NUM_MISSABLE)
+        llm.engine.drafting.policy = restless = Restless(llm.engine.lookahead, seed, NUM_MISSABLE, followed=1.0)
         outputs = llm.generate(PROMPTS, VARIED)
         assert [output.outputs[0].token_ids for output in outputs] == plain
         assert restless.num_rests > 1
@@ -147,3 +148,57 @@ def test_a_rest_leaves_no_draft_behind(
         for _ in range(4):  # rounds under way may still draft
             engine.step()
         assert engine.cache.state.draft_count[asked.slot] == 0
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "dflash", "draft_model"])
+def test_texts_that_are_not_followed(
+    method: str, recorded: bool, target_path: Callable[..., Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Some requests the drafter follows, and some it never sees, side by side: the output is the target's, drafts for
+    the former are right, and each kind finds the pages of its own."""
+    if recorded:
+        request.getfixturevalue("recording")
+    family = dict(SUITED)[method] if method != "mtp" else "deepseek_v3"
+    path = sample_target(method, tmp_path, target_path, family)
+    speculative = drafter_settings(method, tmp_path, target_path, family)
+    with LLM(path, None, enforce_eager=True, **SIZES) as llm:
+        plain = said(llm)
+    with LLM(path, speculative, enforce_eager=not recorded, max_num_seqs=2, **SIZES) as llm:
+        assert llm.drafter is not None
+        guide(llm.drafter, [p + t for p, t in zip(PROMPTS, plain, strict=True)], llm.target.vocab_size)
+        llm.engine.drafting.policy = Restless(llm.engine.lookahead, 3, NUM_MISSABLE, followed=0.5)
+        found = []
+        for _ in range(4):
+            outputs = llm.generate(PROMPTS, VARIED)
+            assert [output.outputs[0].token_ids for output in outputs] == plain
+            found += outputs
+        drafted = [output.outputs[0].speculation.drafted for output in found]
+        assert 0 in drafted
+        assert max(drafted) > 0
+        assert total_speculation(found).accepted > 0
+        if not llm.engine.cache.recurrent:
+            assert sum(output.num_cached_tokens for output in found[3:]) > 0
+
+
+@pytest.mark.adaptive
+def test_where_drafts_do_not_pay_prompts_cost_nothing_more() -> None:
+    """A drafter that is never right soon follows few of the requests that come; the others find each other's pages."""
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    prompt = "Once upon a time there was a little dog who lived in a house by the sea."
+    with LLM(None, None) as llm:
+        plain = llm.generate(prompt, params)[0].outputs[0].token_ids
+    with LLM() as llm:
+        assert llm.drafter is not None
+        propose = llm.drafter.propose
+
+        def wrong(*arguments: Any) -> Draft:
+            draft = propose(*arguments)
+            return replace(draft, tokens=torch.zeros_like(draft.tokens))
+
+        llm.drafter.propose = wrong  # type: ignore[method-assign]
+        found = [llm.generate(prompt, params)[0] for _ in range(12)]
+        assert all(output.outputs[0].token_ids == plain for output in found)
+        later = found[6:]
+        assert sum(output.outputs[0].speculation.drafted == 0 for output in later) >= 5
+        assert all(output.num_cached_tokens > 0 for output in later)

@@ -14,8 +14,11 @@ LONGEST = 8  # rounds of the same depth
 class Restless:
     """A DepthPolicy at random. The longest rests are longer than what a drafter may miss."""
 
-    def __init__(self, lookahead: int, seed: int = 0, num_missable: int = NUM_MISSABLE) -> None:
+    def __init__(
+        self, lookahead: int, seed: int = 0, num_missable: int = NUM_MISSABLE, *, followed: float = 0.75
+    ) -> None:
         self.depths = depths_up_to(lookahead)
+        self._followed = followed  # share of the requests whose text the drafter follows
         self._longest_rest = num_missable + 4
         self._chance, self._left, self._now = random.Random(seed), 0, lookahead
         self.num_rests = 0
@@ -25,6 +28,9 @@ class Restless:
         return self._now
 
     def pause(self, end: float) -> None: ...
+
+    def wants(self, num_requests: int) -> bool:
+        return self._chance.random() < self._followed
 
     def depth(self, num_requests: int) -> int:
         return self._now

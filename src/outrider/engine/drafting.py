@@ -30,8 +30,8 @@ class Drafting:
         return self.drafter is None or self.drafter.recordable
 
     @property
-    def _follows(self) -> bool:
-        """Whether there is a drafter that must see all of the text."""
+    def _remembers(self) -> bool:
+        """Whether there is a drafter that must see all of a text."""
         return self.drafter is not None and not self.drafter.from_text
 
     def depth(self, requests: Sequence[Request]) -> int:
@@ -45,20 +45,26 @@ class Drafting:
         wanted = [request.most_drafts() for request in requests]
         return max(most if want is None else min(want, most) for want in wanted)
 
+    def follows(self, num_running: int) -> bool:
+        """Whether the drafter will follow the text of one more request beside so many. If not, it is never drafted for:
+        then even its prompt costs what it would cost without a drafter."""
+        return not self._remembers or self.policy.wants(1 + num_running)
+
     def rests(self, plan: Sequence[Work], depth: int) -> bool:
-        """Whether the drafter has nothing to do in a round: all requests decode and want no drafts, and what it misses
-        can be kept."""
-        if depth or self.drafter is None:
+        """Whether the drafter has nothing to do in a round: nobody wants drafts, and what it misses can be kept, or it
+        does not follow the text anyway."""
+        if depth or self.drafter is None or any(work.request.prediction is not None for work in plan):
             return False
-        if not all(work.is_round and work.request.prediction is None for work in plan):
-            return False
+        return all(not work.request.is_followed or self._can_be_missed(work) for work in plan)
+
+    def _can_be_missed(self, work: Work) -> bool:
         room = self._cache.shape.num_missable
-        return not self._follows or all(work.end - work.request.num_followed <= room for work in plan)
+        return work.is_round and (not self._remembers or work.end - work.request.num_followed <= room)
 
     def plan_rest(self, plan: Sequence[Work]) -> None:
         """The drafter will not see this work."""
         for work in plan:
-            work.rests = self._follows
+            work.rests = self._remembers
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """The drafter sees what it has missed of these requests, also in rounds that are under way."""
@@ -97,6 +103,8 @@ class Drafting:
 
 
 def _has_missed(request: Request) -> bool:
+    if not request.is_followed:
+        return False
     return request.num_followed < request.num_computed or any(work.rests for work in request.flying)
 
 

@@ -106,7 +106,7 @@ class Engine:
         """Launches rounds, then reads the outcome of the oldest; returns the requests that have something new."""
         while len(self._flights) < self._max_flying and self._is_foreseeable:
             depth = self.drafting.depth(self.scheduler.running or self.scheduler.next_in_line)
-            plan = self.scheduler.next(depth, flying=bool(self._flights))
+            plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
             if not plan.work:
                 break
             self._flights.append(self._launch(plan, depth))
@@ -187,7 +187,8 @@ class Engine:
         for work, outcome, begin in read:
             logits = flight.logits[begin : begin + 1 + outcome.num_judged] if flight.logits is not None else None
             self._settle(work, outcome, logits)
-            accepted.append(max(len(outcome.tokens) - 1, 0))
+            if work.request.is_followed or not flight.shape.depth:  # the others have no say in what drafts are worth
+                accepted.append(max(len(outcome.tokens) - 1, 0))
         if all(work.is_round for work in flight.plan):
             self.drafting.policy.note(accepted, flight.shape.depth, flight.launched, end)
         else:
@@ -355,10 +356,10 @@ def cache_shape(config: EngineConfig, target: Target, drafter: Drafter | None, b
 
 
 def depth_policy(settings: SpeculativeConfig | None, lookahead: int) -> DepthPolicy:
-    """Whoever forces a drafter, or makes its acceptance up, wants to see all of its drafts."""
-    if settings is None or not lookahead or settings.force or settings.synthetic_acceptance_length is not None:
+    """Whoever forces a drafter wants to see all of its drafts."""
+    if settings is None or not lookahead or settings.force or not settings.adaptive:
         return FixedDepth(lookahead)
-    return Governor(lookahead) if settings.adaptive else FixedDepth(lookahead)
+    return Governor(lookahead)
 
 
 def records(config: EngineConfig) -> bool:

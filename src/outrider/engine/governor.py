@@ -17,6 +17,7 @@ MARGIN = 1.03  # a depth must be so much better than the one that is in use
 REVIEW = 4  # rounds between decisions
 PRICE = 0.01  # share of the time that trials may cost of which nothing new is expected
 FADED = 4  # rounds that what is known counts as much as, when it is tried again
+SAMPLE = 16  # requests of which the drafter follows one while drafts do not pay
 OUTLIER = 2.0  # a round that takes so many times as long was disturbed
 
 
@@ -54,12 +55,22 @@ class Governor:
         self._tokens = {depth: Average() for depth in self.depths}  # that a round brings a request, by depth
         self._sizes: dict[int, Size] = {}
         self._latest: Size | None = None
+        self._num_unwanted = 0  # requests that came while drafts did not pay
         self._before = (0, 0, 0.0)  # of the round before: requests, depth, when it ended
 
     def depth(self, num_requests: int) -> int:
         """How many tokens to draft for each of so many requests."""
         size = self._size(num_requests)
         return size.depth if size.trial is None else size.trial
+
+    def wants(self, num_requests: int) -> bool:
+        """Where drafts have been found not to pay, only of one request in several is the text followed, so that it can
+        be found out should they pay again."""
+        size = self._size(num_requests)
+        if size.depth or any(depth not in size.seconds for depth in (self.depths[0], self.depths[-1])):
+            return True
+        self._num_unwanted += 1
+        return self._num_unwanted % SAMPLE == 0
 
     @property
     def latest(self) -> int:

@@ -136,7 +136,12 @@ class Graphs:
             for seats in self._sizes(FEW_SEATS):
                 sizes = [size for size in NUM_ROWS if size <= max_rows and size >= seats]
                 judged = seats * (1 + depth)
-                shapes += [RoundShape(seats, size, min(judged, size), depth, depth, size, max_len) for size in sizes]
+                both = (False, True) if may_rest and depth == 0 else (False,)  # prompts that the drafter sees, or not
+                shapes += [
+                    RoundShape(seats, size, min(judged, size), depth, depth, size, max_len, rests)
+                    for size in sizes
+                    for rests in both
+                ]
         return shapes
 
     def _sizes(self, sizes: Sequence[int]) -> list[int]:

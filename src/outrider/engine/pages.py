@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from outrider.types import NULL_PAGE
 
 ROOT = b"outrider"
+ROOT_UNFOLLOWED = b"outrider, not seen by the drafter"
 
 
-def root_of(tenant: str | None) -> bytes:
-    """Where the names of a tenant's pages begin: nobody finds pages of another's, not even by their speed."""
-    return ROOT if tenant is None else hashlib.sha256(ROOT + tenant.encode()).digest()
+def root_of(tenant: str | None, *, followed: bool = True) -> bytes:
+    """Where the names of a tenant's pages begin: nobody finds pages of another's, not even by their speed. Pages that
+    the drafter has not seen (`followed` false) are found by those alone who do not need it to have."""
+    root = ROOT if followed else ROOT_UNFOLLOWED
+    return root if tenant is None else hashlib.sha256(root + tenant.encode()).digest()
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, start: int = 0, parent: bytes = ROOT) -> list[bytes]:

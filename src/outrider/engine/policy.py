@@ -23,6 +23,11 @@ class DepthPolicy(Protocol):
         """How many tokens to draft for each of so many requests."""
         ...
 
+    def wants(self, num_requests: int) -> bool:
+        """Whether drafts for one more request, beside so many, may ever be worth it: otherwise the drafter need not
+        follow its text."""
+        ...
+
     def note(self, accepted: Sequence[int], depth: int, begin: float, end: float) -> None:
         """A round is over: how many drafts of each request were accepted, how many new ones were made at most, and when
         it began and ended, in seconds. Rounds may overlap."""
@@ -45,6 +50,9 @@ class FixedDepth:
 
     def depth(self, num_requests: int) -> int:
         return self.latest
+
+    def wants(self, num_requests: int) -> bool:
+        return True
 
     def note(self, accepted: Sequence[int], depth: int, begin: float, end: float) -> None: ...
 

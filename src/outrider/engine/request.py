@@ -80,6 +80,7 @@ class Request:
     page_names: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_followed: int = 0  # the first of them that the drafter has seen
+    is_followed: bool = True  # the drafter sees its text; otherwise it is never drafted for
     num_cached: int = 0  # prompt tokens found in the cache at first admission
     num_placed: int = 0  # pages that the device's page table knows
     num_drafts: int = 0  # draft tokens waiting to be verified
@@ -155,7 +156,8 @@ class Request:
 
     def most_drafts(self, *, predicted: bool = False) -> int | None:
         """How many tokens of a draft are wanted, be it the drafter's or from the prediction; None: all of them."""
-        return 0 if self.standing.is_resting and not predicted else self.params.num_speculative_tokens
+        rests = self.standing.is_resting or not self.is_followed
+        return 0 if rests and not predicted else self.params.num_speculative_tokens
 
     def remaining(self, max_model_len: int) -> int:
         """How many more tokens may come."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.engine.pages import PagePool, page_hashes, root_of
 from outrider.engine.request import Request, Status, Work
+
+Follows = Callable[[int], bool]
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,10 @@ class Scheduler:
 
     # planning
 
-    def next(self, depth: int, *, flying: bool = False) -> Plan:
+    def next(self, depth: int, *, flying: bool = False, follows: Follows = lambda count: True) -> Plan:
         """The next round's work, empty if there is nothing to do. `depth`: how many tokens are drafted in it for the
-        next one. `flying`: rounds are under way, whose outcome may help: where pages are short, it is waited for."""
+        next one. `flying`: rounds are under way, whose outcome may help: where pages are short, it is waited for.
+        `follows`: whether the drafter will follow the text of one more request, beside so many."""
         num_preemptions = self.num_preemptions
         budget = self.limits.max_num_batched_tokens
         plan: list[Work] = []
@@ -97,6 +100,7 @@ class Scheduler:
                 return Plan([], [])
         room = self.num_preemptions == num_preemptions  # who just made room does not come back in the same step
         while room and self.waiting and budget > 0 and self._free_slots:
+            self.waiting[0].is_followed = follows(len(self.running))
             work_or_none = self._admit(self.waiting[0], budget, depth)
             if work_or_none is None:
                 break
@@ -179,7 +183,7 @@ class Scheduler:
         log-probabilities are wanted."""
         if not self.limits.prefix_caching or request.params.prompt_logprobs is not None or request.starts_afresh:
             return []
-        names = page_hashes(request.named_tokens[:-1], self.limits.page_size, 0, root_of(request.params.tenant))
+        names = page_hashes(request.named_tokens[:-1], self.limits.page_size, 0, _root(request))
         while request.whole(0, len(names) * self.limits.page_size) != len(names) * self.limits.page_size:
             names.pop()  # the last page ends inside an image
         return names
@@ -223,11 +227,11 @@ class Scheduler:
     def _name_pages(self, request: Request) -> None:
         """Pages that target and drafter have filled can be found by other requests."""
         size, known = self.limits.page_size, len(request.page_names)
-        num_full = request.num_followed // size
+        num_full = (request.num_followed if request.is_followed else request.num_computed) // size
         if num_full <= known:
             return
         full = request.named_tokens[: num_full * size]
-        parent = request.page_names[-1] if known else root_of(request.params.tenant)
+        parent = request.page_names[-1] if known else _root(request)
         names = page_hashes(full, size, known, parent)
         for page, name in zip(request.pages[known:], names, strict=False):
             self.pool.name(page, name)
@@ -252,6 +256,10 @@ class Scheduler:
 
     def _final_len(self, request: Request) -> int:
         return len(request.tokens) + request.remaining(self.limits.max_model_len)
+
+
+def _root(request: Request) -> bytes:
+    return root_of(request.params.tenant, followed=request.is_followed)
 
 
 def _rows_of(request: Request, start: int, num_rows: int, num_known: int, depth: int) -> Work:
