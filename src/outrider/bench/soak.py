@@ -17,10 +17,10 @@ from outrider.bench.serve_load import connect
 from outrider.bench.server_process import ServerProcess, server_process
 from outrider.bench.soak_clients import NUM_CHATS, QUESTIONS, Crowd, Replay, accept_length
 
-# Scarce on purpose: 128 pages of the embedded model's, where eight sequences of 512 tokens would want 264. Enough for
+# Scarce on purpose: 100 pages of the embedded model's, where eight sequences of 512 tokens would want 264. Enough for
 # the chats to find what they said before, too few when somebody asks for many answers.
 SERVER = (
-    *("--max-num-seqs", "8", "--max-model-len", "512", "--kv-cache-memory-bytes", str(129 * 108_800)),
+    *("--max-num-seqs", "8", "--max-model-len", "512", "--kv-cache-memory-bytes", str(101 * 108_800)),
     *("--speculative-config", '{"adaptive": false}'),  # accept lengths must not depend on how busy the machine is
 )
 PARSERS = ("--tool-call-parser", "hermes")

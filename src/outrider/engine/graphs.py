@@ -125,7 +125,8 @@ class Graphs:
                 self._recordings[key] = self._record(key)
 
     def usual_shapes(self, depths: Sequence[int], max_rows: int, *, may_rest: bool) -> list[RoundShape]:
-        """All that fitted() says for rounds of so many rows, with such depths."""
+        """What fitted() says for rounds of so many rows, with such depths: everybody decodes, or prompts are read, the
+        latter with no drafts and with as many as there can be. The others are recorded when they are first met."""
         max_len = self._runner.cache.shape.max_len
         shapes = []
         for depth in depths:
@@ -133,7 +134,7 @@ class Graphs:
                 rows = seats * (1 + depth)
                 rests = may_rest and depth == 0
                 shapes.append(RoundShape(seats, rows, rows, depth, depth, 1 + depth, max_len, rests))
-            for seats in self._sizes(FEW_SEATS):
+            for seats in self._sizes(FEW_SEATS) if depth in (min(depths), max(depths)) else ():
                 sizes = [size for size in NUM_ROWS if size <= max_rows and size >= seats]
                 judged = seats * (1 + depth)
                 both = (False, True) if may_rest and depth == 0 else (False,)  # prompts that the drafter sees, or not
