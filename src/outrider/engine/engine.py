@@ -182,7 +182,7 @@ class Engine:
         end = flight.wait()
         read = [each for each in flight.read() if each[0].is_current]
         if flight.hidden is not None:
-            add_prompt_logprobs(flight.plan, flight.hidden, self.target, self.tokenizer)
+            add_prompt_logprobs(flight.read_rows(), flight.hidden, self.target, self.tokenizer)
         accepted = []
         for work, outcome, begin in read:
             logits = flight.logits[begin : begin + 1 + outcome.num_judged] if flight.logits is not None else None
@@ -215,21 +215,19 @@ class Engine:
         self.cache.place_pages(places)
 
     def _masks(self, plan: Sequence[Work], step: Step) -> Masks | None:
-        """What grammars allow after each judged row; the target is still at work on the device meanwhile."""
-        rows: list[int] = []
+        """What grammars allow after each judged row; the target is still at work on the device meanwhile. Which drafts
+        a guided request has is known, as nothing of it is under way; how many the others have, only the device knows."""
+        places: list[tuple[int, int]] = []  # number in the plan, judged row of that request
         bits: list[Tensor] = []
-        begin = 0
-        for work in plan:
-            if not work.emits:
-                continue
-            if work.request.guide is not None:
+        for number, work in enumerate(plan):
+            if work.emits and work.request.guide is not None:
                 for place, mask in work.request.guide.masks(work.request.draft[: work.allowed]):
-                    rows.append(begin + place)
+                    places.append((number, place))
                     bits.append(mask)
-            begin += 1 + work.allowed  # as many as there are, as nothing is under way
-        if not rows:
+        if not places:
             return None
-        return Masks(self.cache.upload(torch.tensor(rows)), self.cache.upload(torch.stack(bits)))
+        requests, offsets = self.cache.upload(torch.tensor(places)).unbind(1)
+        return Masks(step.judged_start[requests] + offsets, self.cache.upload(torch.stack(bits)))
 
     def _settle(self, work: Work, outcome: Outcome, logits: Tensor | None) -> None:
         """What a round brought reaches its request; logits [J, V] of the judged rows."""

@@ -44,6 +44,14 @@ class Flight:
             begin += 1 + outcome.num_judged if work.emits else 0
         return found
 
+    def read_rows(self) -> list[tuple[Work, int]]:
+        """Once it has landed: of each request its work, and where its rows begin."""
+        begin, found = 0, []
+        for work, outcome, _ in self.read():
+            found.append((work, begin))
+            begin += work.pending + outcome.num_judged
+        return found
+
 
 def to_host(table: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """A copy on the host, and what must happen before it is good: None where it is at once."""

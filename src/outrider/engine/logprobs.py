@@ -34,10 +34,11 @@ def logprob_table(
     return rows
 
 
-def add_prompt_logprobs(plan: Sequence[Work], hidden: Hidden, target: Target, tokenizer: Tokenizer | None) -> None:
-    """Those of prompt tokens, for the rows of a step whose requests asked."""
-    begin = 0
-    for work in plan:
+def add_prompt_logprobs(
+    rows: Sequence[tuple[Work, int]], hidden: Hidden, target: Target, tokenizer: Tokenizer | None
+) -> None:
+    """Those of prompt tokens, for the rows of a round whose requests asked; `rows` says where each one's begin."""
+    for work, begin in rows:
         request, wanted = work.request, work.request.params.prompt_logprobs
         done = len(request.prompt_logprobs)
         if wanted is not None and done < len(request.prompt):
@@ -47,11 +48,10 @@ def add_prompt_logprobs(plan: Sequence[Work], hidden: Hidden, target: Target, to
             start = work.end - work.num_rows
             known = request.prompt[done : work.end + 1]
             first = begin + done - 1 - start
-            rows = hidden.last[first : first + len(known)]
+            states = hidden.last[first : first + len(known)]
             for part in range(0, len(known), MANY):
-                logits = target.logits(rows[part : part + MANY])
+                logits = target.logits(states[part : part + MANY])
                 request.prompt_logprobs += logprob_table(logits, known[part : part + MANY], wanted, tokenizer)
-        begin += work.num_rows
 
 
 def _text(tokenizer: Tokenizer | None, token: int) -> str:
