@@ -216,7 +216,7 @@ class Engine:
 
     def _masks(self, plan: Sequence[Work], step: Step) -> Masks | None:
         """What grammars allow after each judged row; the target is still at work on the device meanwhile. Which drafts
-        a guided request has is known, as nothing of it is under way; how many the others have, only the device knows."""
+        a guided request has is known, as nothing of it is under way; how many the others have, the device knows."""
         places: list[tuple[int, int]] = []  # number in the plan, judged row of that request
         bits: list[Tensor] = []
         for number, work in enumerate(plan):
