@@ -112,6 +112,42 @@ def test_requests_come_and_go(pages: int | None, target_path: Callable[..., Path
         assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
 
 
+@pytest.mark.parametrize(("method", "family"), PAIRS)
+def test_joins_at_random(method: str | None, family: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """Every drafter, and every kind of memory: requests join while others decode, in rounds that are planned before the
+    outcome of those under way is known, with prompts in small parts, and some leave early."""
+    chance = random.Random(f"{method} {family}")
+    path = sample_target(method or "", tmp_path, target_path, family)
+    with LLM(path, None, max_model_len=64, enforce_eager=True, device="cpu") as llm:
+        plain = {number: answers(llm, params) for number, params in enumerate(VARIED)}
+    truth = [prompt + tokens for each in plain.values() for prompt, tokens in zip(PROMPTS, each, strict=True)]
+    Oracle.truth = truth
+    settings = None if method is None else drafter_settings(method, tmp_path, target_path, family)
+    options: dict[str, Any] = {"max_num_seqs": 5, "max_num_batched_tokens": 32, "page_size": 4}
+    with LLM(path, settings, max_model_len=64, device="cpu", **options) as llm:
+        if llm.drafter is not None:
+            guide(llm.drafter, truth, llm.target.vocab_size)
+        engine, expected, left = llm.engine, [], []
+        for number in range(12):
+            which, place = chance.randrange(len(VARIED)), chance.randrange(len(PROMPTS))
+            (request,) = llm.requests_for(PROMPTS[place], VARIED[which], number)
+            engine.add(request)
+            expected.append((request, plain[which][place]))
+            for _ in range(chance.randrange(5)):
+                engine.step()
+            if chance.random() < 0.15:
+                left.append(chance.choice(expected)[0])
+                engine.abort(left[-1])
+        while engine.has_work:
+            engine.step()
+        for request, tokens in expected:
+            assert request.outputs == (tokens[: request.num_outputs] if request in left else tokens)
+        engine.step()
+        assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
+        able = llm.drafter is None or llm.drafter.recordable
+        assert (engine.num_recorded_rounds > 0) is able
+
+
 def test_the_check_at_load_is_not_recorded() -> None:
     """It looks at every draft from the host."""
     with LLM(max_model_len=96, device="cpu") as llm:
