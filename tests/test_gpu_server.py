@@ -1,4 +1,4 @@
-"""The server on a CUDA device: everybody at once, streaming and not, with every kind of option, gets what each of them gets
+"""The server on a CUDA device: everybody at once, streaming and not, with every kind of option, gets what each gets
 alone."""
 
 from __future__ import annotations
