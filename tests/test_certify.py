@@ -173,6 +173,7 @@ def test_the_plain_choice_wins_at_the_divergence(
 
 def test_nothing_accepted_is_inconclusive(pair: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_module, "agree", agree_on_nothing)
+    monkeypatch.setattr(round_module, "use_native_round", lambda x: False)
     certificate = certify(*pair, effort=replace(SMALL, num_prompts=1, max_draws=20))
     assert certificate.counts.mismatches == 0
     assert (certificate.verdict, certificate.exit_status) == ("inconclusive", 3)

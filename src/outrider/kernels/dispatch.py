@@ -17,6 +17,11 @@ def use_native(x: Tensor) -> bool:
     return x.dtype is torch.float32 and x.is_cpu and not torch.is_grad_enabled() and native.library() is not None
 
 
+def use_native_round(x: Tensor) -> bool:
+    """True where the operations of a round, which are about whole numbers, can be native."""
+    return x.is_cpu and native.library() is not None
+
+
 def use_triton(x: Tensor) -> bool:
     """True where the Triton kernels can take this input; they know no autograd either."""
     return is_home(x) and not torch.is_grad_enabled() and has_triton()

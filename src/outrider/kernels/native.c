@@ -58,3 +58,4 @@ enum {
 #include "attention.c"
 #include "block.c"
 #include "mamba.c"
+#include "round.c"

@@ -42,6 +42,9 @@ _OPERATIONS = (
     "block",
     "mamba",
     "dequantise",
+    "lay_out",
+    "judge",
+    "write_outcome",
 )
 
 

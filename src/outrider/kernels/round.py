@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.kernels.dispatch import use_triton
+from outrider.kernels import native_round
+from outrider.kernels.dispatch import use_native_round, use_triton
 from outrider.types import NULL_PAGE, Batch, Draft, Outcome, RoundShape, Seats, SlotState, Step, Verdict
 
 NUM_COUNTS = 5  # numbers of an outcome that come before its tokens
@@ -47,6 +48,11 @@ def lay_out(seats: Seats, shape: RoundShape, state: SlotState, pages: tuple[Tens
         from outrider.kernels.gpu import round as gpu
 
         return gpu.lay_out(seats, shape, state, pages, missed=missed)
+    if use_native_round(seats.slots):
+        start, *rows, starts, num_rows, num_drafts, emits, judged, judged_start, table = native_round.lay_out(
+            seats, shape, state, pages, missed=missed
+        )
+        return Layout(Rows(start, *rows), table, starts, num_rows, num_drafts, emits, judged, judged_start)
     return lay_out_reference(seats, shape, state, pages, missed=missed)
 
 
@@ -109,6 +115,8 @@ def judge(step: Step, choice: Tensor) -> Verdict:
         from outrider.kernels.gpu import round as gpu
 
         return gpu.judge(step, choice)
+    if use_native_round(choice):
+        return native_round.judge(step, choice)
     return judge_reference(step, choice)
 
 
@@ -244,6 +252,8 @@ def write_outcome(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:
         from outrider.kernels.gpu import round as gpu
 
         return gpu.write_outcome(step, verdict, draft)
+    if use_native_round(step.starts):
+        return native_round.write_outcome(step, verdict, draft, NUM_COUNTS)
     return write_outcome_reference(step, verdict, draft)
 
 

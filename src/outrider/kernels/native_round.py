@@ -1,0 +1,98 @@
+"""The operations of a round on a CPU, in C: what takes dozens of small torch operations is one call."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.native import _address, _native
+from outrider.types import Draft, RoundShape, Seats, SlotState, Step, Verdict
+
+_LAY_OUT = struct.Struct("@22q 8q")  # the work structures of round.c
+_JUDGE = struct.Struct("@15q 3q")
+_OUTCOME = struct.Struct("@14q 6q")
+
+
+def _whole(tensor: Tensor) -> int:
+    return _address(tensor, torch.int64)
+
+
+def _small(tensor: Tensor) -> int:
+    return _address(tensor, torch.int32)
+
+
+def _flags(tensor: Tensor) -> int:
+    return _address(tensor, torch.bool)
+
+
+def lay_out(
+    seats: Seats, shape: RoundShape, state: SlotState, pages: tuple[Tensor, int], *, missed: bool
+) -> tuple[Tensor, ...]:
+    """query_start; input_ids, indices, request, row_slots, locations; starts, num_rows, num_drafts; emits; judged,
+    judged_start; page_table. See kernels/round.py."""
+    page_table, page_size = pages
+    count, total, long = shape.num_seats, shape.num_rows, torch.int64
+    rows, each = torch.empty(5, total, dtype=long), torch.empty(3, count, dtype=long)
+    starts = torch.empty(2, count + 1, dtype=torch.int32)
+    emits, judged = torch.empty(count, dtype=torch.bool), torch.empty(shape.num_judged, dtype=long)
+    table = page_table.new_empty(count, page_table.shape[1])
+    query_start, judged_start = starts.unbind()
+    work = _LAY_OUT.pack(
+        *map(_whole, (seats.slots, seats.pending, seats.allowed, seats.emits, state.tokens)),
+        _whole(state.followed if missed else state.computed),
+        *map(_whole, (state.computed, state.draft_count)),
+        _small(page_table),
+        _small(query_start),
+        *map(_whole, rows.unbind()),
+        *map(_whole, each.unbind()),
+        _flags(emits),
+        _whole(judged),
+        _small(judged_start),
+        _small(table),
+        *(state.tokens.shape[1], page_table.shape[1], page_size, count, total, shape.num_judged),
+        *(state.null_slot, int(missed)),
+    )
+    _native().lay_out(work)
+    return (query_start, *rows.unbind(), *each.unbind(), emits, judged, judged_start, table)
+
+
+def judge(step: Step, choice: Tensor) -> Verdict:
+    state, batch = step.state, step.batch
+    num_requests, width = len(batch.slots), 1 + step.shape.max_drafts
+    count, kept = torch.empty(2, num_requests, dtype=torch.int64).unbind()
+    chosen = torch.empty(num_requests, width, dtype=torch.int64)
+    choice = choice.contiguous()
+    work = _JUDGE.pack(
+        *map(_whole, (choice, batch.input_ids, batch.slots)),
+        _flags(step.emits),
+        *map(_small, (batch.query_start, step.judged_start)),
+        *map(_whole, (step.num_drafts, step.starts, state.tokens, state.lengths, state.computed, state.kept_state)),
+        *map(_whole, (chosen, count, kept)),
+        *(state.tokens.shape[1], width, num_requests),
+    )
+    _native().judge(work)
+    return Verdict(chosen, count, kept)
+
+
+def write_outcome(step: Step, verdict: Verdict, draft: Draft | None, num_counts: int) -> Tensor:
+    state, slots = step.state, step.batch.slots
+    num_requests, width = verdict.tokens.shape
+    tokens = draft.tokens.contiguous() if draft is not None else None
+    made = draft.count.contiguous() if draft is not None else None
+    predicted = draft.predicted if draft is not None else None
+    depth = 0 if tokens is None else tokens.shape[1]
+    outcomes = torch.empty(num_requests, num_counts + width + depth, dtype=torch.int64)
+    given = (slots, state.lengths, state.computed, step.num_drafts, verdict.count, verdict.kept)
+    work = _OUTCOME.pack(
+        *map(_whole, given),
+        0 if predicted is None else _flags(predicted),
+        _whole(verdict.tokens),
+        0 if tokens is None else _whole(tokens),
+        0 if made is None else _whole(made),
+        *map(_whole, (state.tokens, state.followed, state.draft_count, outcomes)),
+        *(state.tokens.shape[1], width, depth, int(not step.shape.rests), num_counts, num_requests),
+    )
+    _native().write_outcome(work)
+    return outcomes

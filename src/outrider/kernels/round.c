@@ -1,0 +1,108 @@
+/* What a round does beside its networks, on a CPU: rows are laid out, drafts are judged, the outcome is written down.
+ * kernels/round.py says what each of them does. Counts are small, so one thread does it. Included by native.c. */
+
+typedef struct {
+    const int64_t *slots, *pending, *allowed, *emits, *tokens, *seen, *computed, *draft_count;
+    const int32_t *page_table;
+    int32_t *query_start;
+    int64_t *input_ids, *indices, *requests, *row_slots, *locations, *starts, *num_rows, *num_drafts;
+    uint8_t *emits_out;
+    int64_t *judged;
+    int32_t *judged_start, *table;
+    long tokens_row, table_row, page_size, num_requests, total, num_judged, null_slot, missed;
+} lay_out_work;
+
+EXPORT void outrider_lay_out(const lay_out_work *work) {
+    long row = 0, judged = 0;
+    for (long request = 0; request < work->num_requests; request++) {
+        int64_t slot = work->slots[request];
+        int taken = work->pending[request] > 0, says = work->emits[request] > 0;
+        int64_t start = taken ? work->seen[slot] : 0;
+        int64_t known = work->missed ? work->computed[slot] - start : work->pending[request];
+        int64_t waiting = work->draft_count[slot], allowed = work->allowed[request];
+        int64_t drafts = !says ? 0 : waiting < allowed ? waiting : allowed;
+        int64_t count = taken ? known + drafts : 0;
+        const int32_t *pages = work->page_table + slot * work->table_row;
+        work->query_start[request] = (int32_t)row;
+        work->judged_start[request] = (int32_t)judged;
+        work->starts[request] = start;
+        work->num_rows[request] = count;
+        work->num_drafts[request] = drafts;
+        work->emits_out[request] = (uint8_t)says;
+        memcpy(work->table + request * work->table_row, pages, work->table_row * sizeof *pages);
+        for (int64_t i = 0; i < count && row + i < work->total; i++) {
+            int64_t index = start + i, at = row + i;
+            work->input_ids[at] = work->tokens[slot * work->tokens_row + index];
+            work->indices[at] = index;
+            work->requests[at] = request;
+            work->row_slots[at] = slot;
+            work->locations[at] = pages[index / work->page_size] * (int64_t)work->page_size + index % work->page_size;
+        }
+        row += count;
+        for (int64_t i = 0; says && i <= drafts && judged < work->num_judged; i++)
+            work->judged[judged++] = row - 1 - drafts + i;
+    }
+    work->query_start[work->num_requests] = (int32_t)row;
+    work->judged_start[work->num_requests] = (int32_t)judged;
+    for (long at = row; at < work->total; at++) { /* rows that only fill up */
+        work->input_ids[at] = work->indices[at] = work->locations[at] = 0;
+        work->requests[at] = work->num_requests - 1;
+        work->row_slots[at] = work->null_slot;
+    }
+    for (; judged < work->num_judged; judged++) work->judged[judged] = 0;
+}
+
+typedef struct {
+    const int64_t *choice, *input_ids, *slots;
+    const uint8_t *emits;
+    const int32_t *query_start, *judged_start;
+    const int64_t *num_drafts, *starts;
+    int64_t *tokens, *lengths, *computed, *kept_state, *chosen, *count, *kept;
+    long tokens_row, width, num_requests;
+} judge_work;
+
+EXPORT void outrider_judge(const judge_work *work) {
+    for (long request = 0; request < work->num_requests; request++) {
+        int64_t slot = work->slots[request], drafts = work->num_drafts[request], accepted = 0;
+        int64_t end = work->query_start[request + 1], num_rows = end - work->query_start[request];
+        const int64_t *choice = work->choice + work->judged_start[request], *draft = work->input_ids + end - drafts;
+        int64_t *chosen = work->chosen + request * work->width, says = work->emits[request];
+        for (long i = 0; i < work->width; i++) chosen[i] = says && i <= drafts ? choice[i] : 0;
+        while (says && accepted < drafts && choice[accepted] == draft[accepted]) accepted++;
+        int64_t count = says ? accepted + 1 : 0, kept = says ? num_rows - drafts + accepted : num_rows;
+        int64_t length = work->lengths[slot];
+        memcpy(work->tokens + slot * work->tokens_row + length, chosen, count * sizeof *chosen);
+        work->lengths[slot] = length + count;
+        work->computed[slot] = work->starts[request] + kept;
+        work->kept_state[slot] = kept - (num_rows - drafts);
+        work->count[request] = count;
+        work->kept[request] = kept;
+    }
+}
+
+typedef struct {
+    const int64_t *slots, *lengths, *computed, *judged, *count, *kept;
+    const uint8_t *predicted; /* NULL: none is */
+    const int64_t *choice, *draft, *made; /* NULL, NULL: there is no draft */
+    int64_t *tokens, *followed, *draft_count, *outcomes;
+    long tokens_row, width, depth, follows, num_counts, num_requests;
+} outcome_work;
+
+EXPORT void outrider_write_outcome(const outcome_work *work) {
+    for (long request = 0; request < work->num_requests; request++) {
+        int64_t slot = work->slots[request], made = work->draft ? work->made[request] : 0;
+        int64_t *row = work->outcomes + request * (work->num_counts + work->width + work->depth);
+        const int64_t *draft = work->draft + request * work->depth;
+        row[0] = work->judged[request];
+        row[1] = work->draft_count[slot] = made;
+        row[2] = work->count[request];
+        row[3] = work->kept[request];
+        row[4] = work->predicted ? work->predicted[request] : 0;
+        memcpy(row + work->num_counts, work->choice + request * work->width, work->width * sizeof *row);
+        if (work->draft) {
+            memcpy(work->tokens + slot * work->tokens_row + work->lengths[slot], draft, made * sizeof *row);
+            memcpy(row + work->num_counts + work->width, draft, work->depth * sizeof *row);
+        }
+        if (work->follows) work->followed[slot] = work->computed[slot];
+    }
+}

@@ -1,0 +1,54 @@
+"""The operations of a round in C against the torch code that says what they do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_triton import DEVICE
+from test_triton_round import LOOKAHEAD, PAGE_SIZE, ROUNDS, make_cache, make_step, right_choices, seats_of
+
+from outrider.kernels import native_round
+from outrider.kernels import round as rounds
+from outrider.kernels.dispatch import use_native_round
+from outrider.types import Draft, RoundShape
+
+pytestmark = pytest.mark.skipif(
+    DEVICE != "cpu" or not use_native_round(torch.zeros(1)), reason="no native kernels for this device"
+)
+
+
+@pytest.mark.parametrize("missed", [False, True])
+@pytest.mark.parametrize(("people", "shape"), ROUNDS)
+def test_lay_out(people: list[list[int]], shape: RoundShape, missed: bool) -> None:
+    if missed:
+        people = [[slot, 1, 0, 0] for slot, *_ in people]
+        shape = RoundShape(shape.num_seats, 40, 0, 0, 0, 40, 45)
+    cache, seats = make_cache(), seats_of(people, shape)
+    pages = cache.page_table, PAGE_SIZE
+    found = rounds.lay_out(seats, shape, cache.state, pages, missed=missed)
+    wanted = rounds.lay_out_reference(seats, shape, cache.state, pages, missed=missed)
+    for name, value in vars(wanted).items():
+        if name != "rows":
+            assert vars(found)[name].equal(value), name
+    for name, value in vars(wanted.rows).items():
+        assert vars(found.rows)[name].equal(value), name
+
+
+@pytest.mark.parametrize("kind", ["none", "draft", "predicted", "rest"])
+@pytest.mark.parametrize(("people", "shape"), ROUNDS)
+def test_judge_and_outcome(people: list[list[int]], shape: RoundShape, kind: str) -> None:
+    shape = RoundShape(**{**vars(shape), "rests": kind == "rest"})
+    ours, theirs = make_cache(), make_cache()
+    steps = make_step(ours, people, shape), make_step(theirs, people, shape)
+    choice = right_choices(steps[0], 6)
+    verdict, wanted = native_round.judge(steps[0], choice), rounds.judge_reference(steps[1], choice)
+    for name, value in vars(wanted).items():
+        assert vars(verdict)[name].equal(value), name
+    tokens = torch.arange(shape.num_seats * LOOKAHEAD).view(LOOKAHEAD, -1).T  # drafters make them so
+    count = torch.where(steps[0].emits, torch.arange(shape.num_seats) % (LOOKAHEAD + 1), 0)
+    draft = Draft(tokens, count, count > 2 if kind == "predicted" else None) if kind in ("draft", "predicted") else None
+    table = native_round.write_outcome(steps[0], verdict, draft, rounds.NUM_COUNTS)
+    assert table.equal(rounds.write_outcome_reference(steps[1], wanted, draft))
+    for name in ("lengths", "computed", "kept_state", "draft_count", "followed"):
+        assert vars(ours.state)[name].equal(vars(theirs.state)[name]), name
+    assert ours.state.tokens[:, :-1].equal(theirs.state.tokens[:, :-1])
