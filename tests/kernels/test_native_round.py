@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_triton import DEVICE
-from test_triton_round import LOOKAHEAD, PAGE_SIZE, ROUNDS, make_cache, make_step, right_choices, seats_of
+from test_triton_round import CATCHING, LOOKAHEAD, PAGE_SIZE, ROUNDS, make_cache, make_step, right_choices, seats_of
 
 from outrider.kernels import native_round
 from outrider.kernels import round as rounds
@@ -52,3 +52,16 @@ def test_judge_and_outcome(people: list[list[int]], shape: RoundShape, kind: str
     for name in ("lengths", "computed", "kept_state", "draft_count", "followed"):
         assert vars(ours.state)[name].equal(vars(theirs.state)[name]), name
     assert ours.state.tokens[:, :-1].equal(theirs.state.tokens[:, :-1])
+
+
+@pytest.mark.parametrize("catching", CATCHING)
+@pytest.mark.parametrize(("people", "shape"), ROUNDS)
+def test_extension(people: list[list[int]], shape: RoundShape, catching: tuple[int, int, int, int]) -> None:
+    cache = make_cache(3)
+    step = make_step(cache, people, shape)
+    rounds.judge_reference(step, right_choices(step, 4))
+    rows, last = rounds.extension_rows(step, rounds.Catching(*catching))
+    wanted, wanted_last = rounds.extension_rows_reference(step, rounds.Catching(*catching))
+    assert last.equal(wanted_last)
+    for name, value in vars(wanted).items():
+        assert vars(rows)[name].equal(value), name

@@ -45,6 +45,7 @@ _OPERATIONS = (
     "lay_out",
     "judge",
     "write_outcome",
+    "extension_rows",
 )
 
 

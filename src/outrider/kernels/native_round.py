@@ -13,6 +13,7 @@ from outrider.types import Draft, RoundShape, Seats, SlotState, Step, Verdict
 _LAY_OUT = struct.Struct("@22q 8q")  # the work structures of round.c
 _JUDGE = struct.Struct("@15q 3q")
 _OUTCOME = struct.Struct("@14q 6q")
+_EXTENSION = struct.Struct("@14q 10q")
 
 
 def _whole(tensor: Tensor) -> int:
@@ -96,3 +97,20 @@ def write_outcome(step: Step, verdict: Verdict, draft: Draft | None, num_counts:
     )
     _native().write_outcome(work)
     return outcomes
+
+
+def extension_rows(step: Step, more: int, *, first_key: int, back: int, extra: int) -> tuple[Tensor, ...]:
+    """query_start; input_ids, indices, request, row_slots, locations; last. See kernels/round.py."""
+    batch, state, count = step.batch, step.state, len(step.batch.slots)
+    total = len(batch.input_ids) + more * count
+    rows, last = torch.empty(5, total, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
+    query_start = torch.empty(count + 1, dtype=torch.int32)
+    work = _EXTENSION.pack(
+        *map(_whole, (batch.slots, step.starts, step.num_rows, state.lengths, state.tokens)),
+        *map(_small, (batch.query_start, batch.page_table, query_start)),
+        *map(_whole, (*rows.unbind(), last)),
+        *(state.tokens.shape[1], batch.page_table.shape[1], batch.page_size, count, total),
+        *(state.tokens.shape[1] - 1, state.null_slot, first_key, back, extra),
+    )
+    _native().extension_rows(work)
+    return (query_start, *rows.unbind(), last)

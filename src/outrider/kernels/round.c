@@ -106,3 +106,40 @@ EXPORT void outrider_write_outcome(const outcome_work *work) {
         if (work->follows) work->followed[slot] = work->computed[slot];
     }
 }
+
+typedef struct {
+    const int64_t *slots, *starts, *num_rows, *lengths, *tokens;
+    const int32_t *old_start, *page_table;
+    int32_t *new_start;
+    int64_t *input_ids, *indices, *requests, *row_slots, *locations, *last;
+    long tokens_row, table_row, page_size, num_requests, total, last_index, null_slot, first_key, back, extra;
+} extension_work;
+
+EXPORT void outrider_extension_rows(const extension_work *work) {
+    long at = 0, more = 1 + work->back + work->extra;
+    for (long request = 0; request < work->num_requests; request++) {
+        int64_t slot = work->slots[request], start = work->starts[request], count = work->num_rows[request];
+        int64_t length = work->lengths[slot], newest = length - 1 - start < count ? length - 1 - start : count;
+        const int32_t *pages = work->page_table + request * work->table_row;
+        work->new_start[request] = (int32_t)at;
+        work->last[request] = at + work->back + newest;
+        for (int64_t i = 0; i < count + more; i++, at++) {
+            int64_t place = start - work->back + i, index = place < 0 ? 0 : place;
+            if (index > work->last_index) index = work->last_index;
+            int known = place >= work->first_key && place < length + work->extra;
+            int64_t page = known ? pages[index / work->page_size] : 0;
+            work->input_ids[at] = work->tokens[slot * work->tokens_row + index];
+            work->indices[at] = index;
+            work->requests[at] = request;
+            work->row_slots[at] = slot;
+            work->locations[at] = page * work->page_size + index % work->page_size;
+        }
+    }
+    work->new_start[work->num_requests] = (int32_t)at;
+    for (; at < work->total; at++) { /* rows that only fill up */
+        work->input_ids[at] = work->tokens[work->null_slot * work->tokens_row];
+        work->indices[at] = work->locations[at] = 0;
+        work->requests[at] = work->num_requests - 1;
+        work->row_slots[at] = work->null_slot;
+    }
+}

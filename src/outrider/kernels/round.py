@@ -198,6 +198,11 @@ def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor]:
         from outrider.kernels.gpu import round as gpu
 
         return gpu.extension_rows(step, catching)
+    if use_native_round(step.starts):
+        *rows, last = native_round.extension_rows(
+            step, catching.more, first_key=catching.first_key, back=catching.back, extra=catching.extra
+        )
+        return Rows(*rows), last
     return extension_rows_reference(step, catching)
 
 
