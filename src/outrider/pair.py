@@ -66,6 +66,13 @@ def shown_name(model: str | Path) -> str:
     return "embedded default" if Path(model) == DEFAULT_DIRECTORY / "target" else str(model)
 
 
+def dtype_of(config: EngineConfig) -> torch.dtype:
+    """What the target's weights are computed in."""
+    checkpoint = open_checkpoint(config.model)
+    checkpoint.close()
+    return config.torch_dtype(_stored_dtype(checkpoint.config))
+
+
 def _named_by_drafter(
     drafter: str | Path, speculators: Any, given: Speculative
 ) -> tuple[str | Path, SpeculativeConfig | None]:
