@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.bench.server_commands import overhead, serve, soak
+from outrider.bench.startup_command import startup
 from outrider.bench.traffic_command import traffic
 from outrider.commands import Group, add
 from outrider.console import open_consoles, print_json, progress_bar
@@ -251,6 +252,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "throughput": throughput,
     "round": bench_round,
     "traffic": traffic,
+    "startup": startup,
     "serve": serve,
     "overhead": overhead,
     "soak": soak,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.bench.traffic import TrafficPlan
     from outrider.bench.traffic_report import TrafficSetting
     from outrider.bench.traffic_sides import TrafficSide
-    from outrider.config import EngineConfig
+    from outrider.config import EngineConfig, SpeculativeConfig
 
 LOAD, RANDOM = "Load", "Random weights"
 LEVELS = "1,4,8,16,32,64,128"
@@ -61,7 +61,7 @@ class TrafficOptions:
 
     concurrency: Concurrency = LEVELS
     rate: Rates = None
-    think: Think = 0.05
+    think: Think = 0.02
     prompt_len: PromptLen = None
     answer_len: AnswerLen = None
     num_prompts: NumPrompts = None
@@ -183,8 +183,8 @@ def _open(
 
 def _config(opening: Opening, plan: TrafficPlan) -> EngineConfig:
     """With room for all clients at once, and for prompts and answers as long as they will be."""
-    from outrider.bench.random_pair import check_method
-    from outrider.config import EngineConfig, SpeculativeConfig, batch_limits
+    from outrider.bench.random_pair import random_config
+    from outrider.config import batch_limits
 
     options, limits = opening.options, batch_limits(opening.options.device)
     settings: dict[str, Any] = {
@@ -194,29 +194,7 @@ def _config(opening: Opening, plan: TrafficPlan) -> EngineConfig:
     }
     if opening.shape is None:
         return options.config(default_method="ngram", **settings)
-    if options.model is not None or options.speculative_config is not None:
-        raise ValueError("--shape has random weights: leave out --model, and name the drafter's method with --draft")
-    speculative = None
-    if not options.no_draft:
-        check_method(options.draft or "eagle3")
-        speculative = SpeculativeConfig(
-            method=options.draft or "eagle3",
-            num_speculative_tokens=options.num_speculative_tokens or 5,
-            force=options.force,
-            adaptive=not options.no_adaptive,
-            synthetic_acceptance_length=opening.accept_length,
-        )
-    return EngineConfig(
-        model=opening.shape,
-        speculative=speculative,
-        dtype=options.dtype,
-        device=options.device,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        enforce_eager=options.enforce_eager,
-        exact=options.exact,
-        threads=options.threads,
-        **settings,
-    )
+    return random_config(options, opening.shape, opening.accept_length, settings)
 
 
 def _setting(opening: Opening, config: EngineConfig) -> TrafficSetting:
@@ -230,17 +208,21 @@ def _setting(opening: Opening, config: EngineConfig) -> TrafficSetting:
     drafter = config.speculative
     return TrafficSetting(
         model=checkpoint_name(shown_name(config.model)),
-        drafter=None if drafter is None else drafter.method or _checkpoint(str(drafter.model)),
+        drafter=drafter_name(drafter),
         weights="random" if is_random else "real",
         accept_length=opening.accept_length if is_random and drafter is not None else None,
         way="http" if opening.http else "engine",
         dtype=str(dtype).removeprefix("torch."),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        threads=torch.get_num_threads(),
+        threads=opening.options.threads or torch.get_num_threads(),
     )
 
 
-def _checkpoint(path: str) -> str:
+def drafter_name(settings: SpeculativeConfig | None) -> str | None:
+    """What reports call a drafter."""
     from outrider.pair import DEFAULT_DIRECTORY
 
-    return "embedded" if Path(path).parent == DEFAULT_DIRECTORY else checkpoint_name(path)
+    if settings is None or settings.method is not None or settings.model is None:
+        return None if settings is None else settings.method
+    is_own = Path(settings.model).parent == DEFAULT_DIRECTORY
+    return "embedded" if is_own else checkpoint_name(settings.model)
