@@ -38,10 +38,20 @@ Think = Annotated[
     float, option(LOAD, "--think", metavar="X", help="Seconds between a client's requests, on average.", min=0)
 ]
 PromptLen = Annotated[
-    int | None, option(LOAD, "--prompt-len", metavar="N", help="Tokens of a prompt. By default 512.", min=1)
+    int | None,
+    option(
+        LOAD, "--prompt-len", metavar="N", help="Tokens of a prompt. By default 512; 64 with the embedded model.", min=1
+    ),
 ]
 AnswerLen = Annotated[
-    int | None, option(LOAD, "--answer-len", metavar="N", help="Tokens of an answer. By default 128.", min=2)
+    int | None,
+    option(
+        LOAD,
+        "--answer-len",
+        metavar="N",
+        help="Tokens of an answer. By default 128; 32 with the embedded model.",
+        min=2,
+    ),
 ]
 NumPrompts = Annotated[int | None, option(LOAD, "--num-prompts", metavar="N", help=_PROMPTS_HELP, min=1)]
 NumRuns = Annotated[int, option(LOAD, "--num-runs", metavar="N", help="Runs of each side at each level.", min=1)]
@@ -108,7 +118,7 @@ def traffic(
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plain and speculative under growing traffic: a card and a picture.
+    """Plain and speculative under growing traffic, as a picture.
 
     Output tokens a second, time to first token (TTFT) and time per output token (TPOT), by number of clients or by
     request rate. Both sides take turns at each level. Speculative must never be under plain: levels where it is are

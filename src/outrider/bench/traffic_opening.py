@@ -38,6 +38,7 @@ def engine_sides(config: EngineConfig, asking: Asking, opened: ExitStack, note: 
 
     def open_side(name: str, speculative: SpeculativeConfig | None) -> TrafficSide:
         begin = time.perf_counter()
+        note(f"{name}: loading and warming up")
         llm = opened.enter_context(LLM.from_config(replace(config, speculative=speculative)))
         llm.warm_up()
         note(_ready(name, llm.engine, begin))
@@ -63,6 +64,7 @@ def random_sides(
 
     def open_side(name: str, speculative: SpeculativeConfig | None) -> TrafficSide:
         begin = time.perf_counter()
+        note(f"{name}: making weights and warming up")
         engine = random_engine(replace(config, speculative=speculative), shape_of(shape))
         opened.callback(engine.close)
         if speculative is not None and speculative.adaptive and not speculative.force:
@@ -99,10 +101,13 @@ def server_sides(
         "--max-num-batched-tokens": config.max_num_batched_tokens,
         "--max-num-queued-reqs": MAX_QUEUED,
     }
+    if config.speculative is not None and "suffix" in (config.speculative.method or ""):
+        note("suffix learns from earlier requests, and a server does not forget them: after a run it knows the answers")
     given = [part for name, value in limits.items() for part in (name, str(value))]
     sides: list[TrafficSide] = []
     for number, (name, settings) in enumerate(_named(config)):
         begin = time.perf_counter()
+        note(f"{name}: starting a server")
         chosen = drafted if settings is not None else plain
         arguments = [*chosen.arguments(), *given, "--no-enable-prefix-caching"]
         server = opened.enter_context(server_process(arguments, directory / f"server-{number}.log"))
