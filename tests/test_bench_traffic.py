@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from outrider.bench.serve_client import Answered, Asking
 from outrider.bench.serve_load import Load, Outcome
 from outrider.bench.serve_metrics import Drafting
 from outrider.bench.traffic import Level, LevelRuns, TrafficPlan, measure_levels, output_rate
-from outrider.bench.traffic_opening import engine_sides, random_sides
+from outrider.bench.traffic_opening import engine_sides, random_sides, server_arguments
 from outrider.bench.traffic_plot import COLOURS
 from outrider.bench.traffic_prompts import traffic_prompts
 from outrider.bench.traffic_report import TrafficSetting, show_card, to_dict
@@ -32,6 +33,7 @@ from outrider.cli import app
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.governor import Governor
 from outrider.engine.policy import FixedDepth
+from outrider.options import EngineOptions
 from outrider.pair import DEFAULT_DIRECTORY
 
 ASKING = Asking("", False, 6, 0.0, 0, ignore_eos=True)
@@ -284,6 +286,21 @@ def test_random_weights_of_a_shape(tmp_path: Path) -> None:
     assert (report["weights"], report["accept_length"]) == ("random", 3.0)
     assert report["levels"][0]["speculative"]["accept_length"] == pytest.approx(3, abs=0.3)
     assert "is made up: this is not real text" in said
+
+
+def test_a_server_is_told_what_the_engine_would_be(target_path: Callable[..., Path]) -> None:
+    options = EngineOptions(str(target_path()), num_speculative_tokens=3, device="cpu", threads=2)
+    config = options.config(default_method="ngram", max_num_seqs=7, max_model_len=48)
+    drafted = server_arguments(options, config)
+    plain = server_arguments(options, replace(config, speculative=None))
+    for told in (drafted, plain):
+        pairs = dict(pairwise(told))
+        assert [pairs[name] for name in ("--max-num-seqs", "--max-model-len", "--threads")] == ["7", "48", "2"]
+        assert "--no-enable-prefix-caching" in told
+    assert dict(pairwise(drafted))["--draft"] == "ngram"
+    assert dict(pairwise(drafted))["--num-speculative-tokens"] == "3"
+    assert "--no-draft" in plain
+    assert not {"--draft", "--num-speculative-tokens"} & set(plain)
 
 
 @pytest.mark.slow

@@ -80,40 +80,37 @@ def server_sides(
     options: EngineOptions, config: EngineConfig, asking: Asking, opened: ExitStack, note: Note
 ) -> list[TrafficSide]:  # fmt: skip
     """Two servers of ours, one without a drafter, each in a process of its own."""
+    if config.speculative is not None and "suffix" in (config.speculative.method or ""):
+        note("suffix learns from earlier requests, and a server does not forget them: after a run it knows the answers")
     directory = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-    options = replace(
-        options, threads=options.threads or torch.get_num_threads(), max_model_len=config.max_model_len
-    )  # fmt: skip
-    plain = replace(
-        options,
-        draft=None,
-        speculative_config=None,
-        num_speculative_tokens=None,
-        no_draft=True,
-        force=False,
-        no_adaptive=False,
-    )
-    drafted = options
-    if config.speculative is not None and config.speculative.model is None and not options.speculative_config:
-        drafted = replace(options, draft=config.speculative.method)
+    sides: list[TrafficSide] = []
+    for number, (name, settings) in enumerate(_named(config)):
+        begin = time.perf_counter()
+        note(f"{name}: starting a server")
+        arguments = server_arguments(options, replace(config, speculative=settings))
+        server = opened.enter_context(server_process(arguments, directory / f"server-{number}.log"))
+        note(f"{name}: a server at {server.url}, ready after {time.perf_counter() - begin:.1f} s")
+        sides.append(ServerSide(name, server.url, asking))
+    return sides
+
+
+def server_arguments(options: EngineOptions, config: EngineConfig) -> list[str]:
+    """What `outrider serve` is told, so that it is the engine of `config`, which was read from `options`: with the same
+    number of threads as the other side, and room for every request."""
+    threads = options.threads or torch.get_num_threads()
+    options = replace(options, threads=threads, max_model_len=config.max_model_len)
+    if config.speculative is None:
+        options = replace(options, draft=None, speculative_config=None, num_speculative_tokens=None)
+        options = replace(options, no_draft=True, force=False, no_adaptive=False)
+    elif config.speculative.model is None and options.speculative_config is None:
+        options = replace(options, draft=config.speculative.method)  # perhaps nobody has named one
     limits = {
         "--max-num-seqs": config.max_num_seqs,
         "--max-num-batched-tokens": config.max_num_batched_tokens,
         "--max-num-queued-reqs": MAX_QUEUED,
     }
-    if config.speculative is not None and "suffix" in (config.speculative.method or ""):
-        note("suffix learns from earlier requests, and a server does not forget them: after a run it knows the answers")
     given = [part for name, value in limits.items() for part in (name, str(value))]
-    sides: list[TrafficSide] = []
-    for number, (name, settings) in enumerate(_named(config)):
-        begin = time.perf_counter()
-        note(f"{name}: starting a server")
-        chosen = drafted if settings is not None else plain
-        arguments = [*chosen.arguments(), *given, "--no-enable-prefix-caching"]
-        server = opened.enter_context(server_process(arguments, directory / f"server-{number}.log"))
-        note(f"{name}: a server at {server.url}, ready after {time.perf_counter() - begin:.1f} s")
-        sides.append(ServerSide(name, server.url, asking))
-    return sides
+    return [*options.arguments(), *given, "--no-enable-prefix-caching"]
 
 
 def _named(config: EngineConfig) -> list[tuple[str, SpeculativeConfig | None]]:
