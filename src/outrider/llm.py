@@ -26,6 +26,7 @@ from outrider.models.base import Target
 from outrider.outputs import RequestOutput
 from outrider.pair import AUTO, Speculative, named_pair, open_pair
 from outrider.sampling_params import SamplingParams, Speculation
+from outrider.startup import StartupTimes
 from outrider.tokenizer import Tokenizer
 from outrider.types import Images, Prediction
 from outrider.vision import VisionTower, pictures_of, prompt_with_images, vision_of
@@ -81,13 +82,15 @@ class LLM:
             exact=exact,
             threads=threads,
         )
-        self.engine, self.budget = open_pair(self.config, progress)
+        self.startup = StartupTimes()
+        self.engine, self.budget = open_pair(self.config, progress, self.startup)
         self.tokenizer = self.engine.tokenizer
         self._shared = SharedEngine(self.engine, self.config.torch_device)
         self._preparing = threading.Lock()  # grammars are compiled one at a time, and the vision tower is loaded once
         self._ids = itertools.count()
         self._tower: VisionTower | None = None  # loaded with the first image
-        self.checkup = self._check_up(progress)
+        with self.startup.timed("check-up"):
+            self.checkup = self._check_up(progress)
 
     @classmethod
     def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> LLM:
@@ -117,7 +120,7 @@ class LLM:
 
     def warm_up(self) -> None:
         """On a GPU: compiles kernels and records rounds now, so that the first requests do not wait for it."""
-        with self._shared.between_steps():
+        with self._shared.between_steps(), self.startup.timed("warm-up"):
             self.engine.warm_up()
 
     def close(self) -> None:

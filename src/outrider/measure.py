@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, cast
 
-from outrider.drafters.base import drafters
+from outrider.drafters.base import Drafter, drafters
 from outrider.drafters.suffix import Suffix
 from outrider.llm import LLM, Prompt
 from outrider.outputs import CompletionOutput, RequestOutput
@@ -157,7 +157,12 @@ def median_run(runs: list[Run]) -> Run:
 def forget_requests(llm: LLM) -> bool:
     """Empties the drafter's memory of earlier requests; whether it has one. Before a question is asked again for
     timing, it must: a drafter that learnt the answer would be measured on what it has just been told."""
-    parts = [part for part in (llm.drafter.modules() if llm.drafter is not None else ()) if isinstance(part, Suffix)]
+    return forget_all(llm.drafter)
+
+
+def forget_all(drafter: Drafter | None) -> bool:
+    """The same for a drafter alone."""
+    parts = [part for part in (drafter.modules() if drafter is not None else ()) if isinstance(part, Suffix)]
     for part in parts:
         part.forget()
     return bool(parts)

@@ -31,6 +31,7 @@ from outrider.layers.exact import make_exact
 from outrider.layers.packing import held_bytes, pack_weights, share_blocks
 from outrider.models.base import Target
 from outrider.preflight import refuse_drafter
+from outrider.startup import StartupTimes
 from outrider.threads import threads
 from outrider.tokenizer import Tokenizer
 from outrider.types import Checkpoint
@@ -66,6 +67,13 @@ def shown_name(model: str | Path) -> str:
     return "embedded default" if Path(model) == DEFAULT_DIRECTORY / "target" else str(model)
 
 
+def dtype_of(config: EngineConfig) -> torch.dtype:
+    """What the target's weights are computed in."""
+    checkpoint = open_checkpoint(config.model)
+    checkpoint.close()
+    return config.torch_dtype(_stored_dtype(checkpoint.config))
+
+
 def _named_by_drafter(
     drafter: str | Path, speculators: Any, given: Speculative
 ) -> tuple[str | Path, SpeculativeConfig | None]:
@@ -97,15 +105,19 @@ def _speculative(given: Speculative, own: str | None) -> SpeculativeConfig | Non
     return SpeculativeConfig.from_dict(dict(given))
 
 
-def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, Budget]:
-    """Builds both models, checks that everything fits, and only then reads weights and takes memory."""
+def open_pair(
+    config: EngineConfig, progress: Progress | None, startup: StartupTimes | None = None
+) -> tuple[Engine, Budget]:  # fmt: skip
+    """Builds both models, checks that everything fits, and only then reads weights and takes memory. What its parts
+    take is noted in `startup`."""
+    startup = startup or StartupTimes()
     _use_threads(config)
     checkpoint = open_checkpoint(config.model)
     drafter_checkpoint: Checkpoint | None = None
     try:
         dtype = config.torch_dtype(_stored_dtype(checkpoint.config))
         drafter: Drafter | None = None
-        with building(config.torch_device, dtype):
+        with startup.timed("models"), building(config.torch_device, dtype):
             target = build_target(checkpoint)
             if config.speculative is not None:
                 if config.speculative.model is not None:
@@ -113,21 +125,24 @@ def open_pair(config: EngineConfig, progress: Progress | None) -> tuple[Engine, 
                 elif lives_in_target(config.speculative):
                     drafter_checkpoint = checkpoint
                 drafter = build_drafter(config.speculative, target, drafter_checkpoint)
-        tokenizer = load_tokenizer(checkpoint)
+        with startup.timed("models"):
+            tokenizer = load_tokenizer(checkpoint)
         if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:
             _check_tokenizers(tokenizer, load_tokenizer(drafter_checkpoint))
         loaded: list[tuple[Target | Drafter, Checkpoint]] = [(target, checkpoint)]
         if drafter is not None and drafter_checkpoint is not None:
             loaded.append((drafter, drafter_checkpoint))
         budget = plan_memory(_bounded(config, target), demand_of(target, drafter), _weight_bytes(loaded))
-        _load(loaded, progress)
+        with startup.timed("weights"):
+            _load(loaded, progress)
         held = held_bytes(*(module for module, _ in loaded))
         budget = replace(budget, weight_bytes=held, drafter_bytes=held - held_bytes(target))
         if config.torch_device.type == "cpu":
             target.register_forward_pre_hook(lambda *_: threads.adjust())
         if config.exact:  # of the target alone: what a drafter says is judged
             make_exact(target)
-        engine = Engine(config, target, drafter, budget, tokenizer)
+        with startup.timed("cache"):
+            engine = Engine(config, target, drafter, budget, tokenizer)
         engine.end_ids = _end_ids(checkpoint, tokenizer)
         engine.drafting.predicting = _predicting(config, engine)
         return engine, budget

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from outrider.bench.prompts import PromptText
 from outrider.bench.serve_client import Answered, Asking, StreamReader, events, kind_of
-from outrider.bench.serve_load import Load, Outcome
+from outrider.bench.serve_load import Load, Outcome, connect, run_load
 from outrider.bench.serve_metrics import drafting_from, drafting_of
 from outrider.bench.serve_report import Figures, parse_goals, summarise, to_dict, within
 from outrider.cli import app
@@ -78,6 +78,19 @@ async def _measured(url: str, asking: Asking, prompts: list[PromptText]) -> Outc
     from outrider.bench.serve import Server, measure
 
     return await measure(Server(url, None, None, 30.0), asking, prompts, Load(4, 0, 2, None, 3))
+
+
+def test_clients_think_before_they_send(running: Running) -> None:
+    load = Load(4, 0, 1, None, 5, think_seconds=0.05)
+    prompts, asking = [PromptText("Hello")], Asking("default", False, 4, 0.0, 0)
+
+    async def measured() -> Outcome:
+        async with connect(running.url, None, 60.0) as client:
+            return await run_load(client, asking, prompts, load, None)
+
+    answers = asyncio.run(measured()).answers
+    for (before, after), wait in zip(pairwise(answers), load.thinking()[1:], strict=True):
+        assert after.sent - (before.sent + before.seconds) > 0.9 * wait
 
 
 def test_poisson_completions_from_a_file(running: Running, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.bench.server_commands import overhead, serve, soak
+from outrider.bench.startup_command import startup
+from outrider.bench.traffic_command import traffic
 from outrider.commands import Group, add
 from outrider.console import open_consoles, print_json, progress_bar
 from outrider.options import (
@@ -249,6 +251,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "latency": latency,
     "throughput": throughput,
     "round": bench_round,
+    "traffic": traffic,
+    "startup": startup,
     "serve": serve,
     "overhead": overhead,
     "soak": soak,

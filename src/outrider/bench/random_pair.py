@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.config import EngineConfig, SpeculativeConfig, batch_limits
 from outrider.drafters.base import Drafter, drafters
 from outrider.engine.engine import Engine
 from outrider.engine.loader import building
@@ -21,7 +22,9 @@ from outrider.layers.mtp import MtpModule
 from outrider.layers.norm import RMSNorm
 from outrider.models.base import Mtp, Target, targets
 from outrider.models.llama import Llama
+from outrider.options import EngineOptions
 from outrider.pair import demand_of
+from outrider.startup import StartupTimes
 from outrider.types import Weight
 
 LLAMA_8B = {
@@ -107,20 +110,53 @@ class LlamaWithModules(Llama):
         return {name: Weight((f"mtp.{number}.{name}",)) for name, _ in module.named_parameters()}
 
 
-def random_engine(config: EngineConfig, shape: dict[str, Any]) -> Engine:
-    """The engine that `config` asks for, with the architecture of `shape` instead of a checkpoint."""
-    settings = config.speculative
-    with building(config.torch_device, config.torch_dtype("bfloat16")):
+def random_config(
+    options: EngineOptions, shape: str, accept_length: float | None, settings: Mapping[str, Any]
+) -> EngineConfig:
+    """What the options of a command mean where a shape stands in for the checkpoint, and a method for the drafter.
+    `settings` are those that the command decides itself."""
+    if options.model is not None or options.speculative_config is not None:
+        raise ValueError("--shape has random weights: leave out --model, and name the drafter's method with --draft")
+    shape_of(shape)
+    speculative = None
+    if not options.no_draft:
+        method = options.draft or METHODS[0]
+        check_method(method)
+        speculative = SpeculativeConfig(
+            method=method,
+            num_speculative_tokens=options.num_speculative_tokens or SpeculativeConfig.num_speculative_tokens,
+            force=options.force,
+            adaptive=not options.no_adaptive,
+            synthetic_acceptance_length=accept_length,
+        )
+    chosen = {
+        **vars(batch_limits(options.device)),
+        "max_model_len": options.max_model_len,
+        "enforce_eager": options.enforce_eager,
+        "exact": options.exact,
+        "threads": options.threads,
+        **settings,
+    }
+    return EngineConfig(shape, speculative, options.dtype, options.device, **chosen)
+
+
+def random_engine(config: EngineConfig, shape: dict[str, Any], startup: StartupTimes | None = None) -> Engine:
+    """The engine that `config` asks for, with the architecture of `shape` instead of a checkpoint. What its parts take
+    is noted in `startup`."""
+    settings, startup = config.speculative, startup or StartupTimes()
+    with startup.timed("models"), building(config.torch_device, config.torch_dtype("bfloat16")):
         is_llama = targets[shape["architectures"][0]] is Llama
         target = LlamaWithModules(shape) if is_llama else targets[shape["architectures"][0]].from_config(shape)
         drafter = random_drafter(settings, target) if settings is not None else None
     budget = plan_memory(config, demand_of(target, drafter), parameter_bytes(target, drafter))
-    for module in (target, drafter):
-        if module is not None:
-            fill(module)
+    with startup.timed("weights"):
+        for module in (target, drafter):
+            if module is not None:
+                fill(module)
     if config.exact:
         make_exact(target)
-    return Engine(config, target, drafter, budget)
+    with startup.timed("cache"):
+        return Engine(config, target, drafter, budget)
 
 
 def check_method(method: str) -> None:

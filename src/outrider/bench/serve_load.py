@@ -1,4 +1,5 @@
-"""Load: requests at Poisson-distributed times, or so many at once; first some that are not counted."""
+"""Load: requests at Poisson-distributed times, or from a number of clients that each wait for their answer before they
+send again; first some that are not counted."""
 
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ class Load:
     concurrency: int | None  # at once, at most; None: as many as come
     request_rate: float | None  # a second; None: as soon as there is room
     seed: int
+    think_seconds: float = 0.0  # that a client waits on average before it sends its next request
 
     def arrivals(self) -> list[float]:
         """Seconds after the start."""
@@ -47,6 +49,13 @@ class Load:
             times.append(now)
             now += source.expovariate(self.request_rate)
         return times
+
+    def thinking(self) -> list[float]:
+        """Seconds that a client waits before each request, exponentially distributed."""
+        if not self.think_seconds:
+            return [0.0] * self.num_prompts
+        source = random.Random(f"thinking-{self.seed}")
+        return [source.expovariate(1 / self.think_seconds) for _ in range(self.num_prompts)]
 
     def choose(self, prompts: Sequence[PromptText]) -> list[PromptText]:
         """All of them in an order of this seed's, and again, until there are enough."""
@@ -140,16 +149,17 @@ async def _ask_all(
 ) -> list[Answered]:
     room = asyncio.Semaphore(load.concurrency) if load.concurrency is not None else nullcontext()
     begin, answers = time.perf_counter(), list[Answered]()
+    load = replace(load, num_prompts=len(prompts))
+    arrivals, thinking = load.arrivals(), load.thinking()
 
-    async def one(number: int, prompt: PromptText, arrival: float) -> None:
-        await asyncio.sleep(begin + arrival - time.perf_counter())
-        async with room:
+    async def one(number: int, prompt: PromptText) -> None:
+        await asyncio.sleep(begin + arrivals[number] - time.perf_counter())
+        async with room:  # a client thinks, then sends
+            await asyncio.sleep(thinking[number])
             answers.append(await ask(client, asking, prompt, number))
         progress(len(answers), len(prompts))
 
-    arrivals = replace(load, num_prompts=len(prompts)).arrivals()
-    numbered = enumerate(zip(prompts, arrivals, strict=True))
-    await asyncio.gather(*(one(number, prompt, arrival) for number, (prompt, arrival) in numbered))
+    await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
     return sorted(answers, key=lambda answer: answer.number)
 
 

@@ -324,6 +324,13 @@ class Engine:
         return 0 if self._graphs is None else self._graphs.num_recordings
 
     @property
+    def recording_seconds(self) -> dict[str, float]:
+        """Where the time for recordings went: first runs, which compile kernels, and recording itself."""
+        if self._graphs is None:
+            return {}
+        return {"kernels": self._graphs.compile_seconds, "recordings": self._graphs.record_seconds}
+
+    @property
     def num_recorded_rounds(self) -> int:
         """How many rounds were replayed from recordings."""
         return 0 if self._graphs is None else self._graphs.num_launched

@@ -3,6 +3,7 @@ sizes and by what is asked of sampling, never by how rows are shared out among r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,6 +58,7 @@ class Graphs:
         self._recordings: dict[GraphKey, Recording] = {}
         self._pool: Any = None  # of memory; all recordings share it, as they never run at once
         self.num_launched = 0
+        self.compile_seconds = self.record_seconds = 0.0  # spent on first runs, which compile kernels, and on recording
 
     def fitted(self, plan: Sequence[Work], shape: RoundShape) -> RoundShape | None:
         """The sizes that such a round is recorded for, None if it is too large. Of longer drafts than the round makes
@@ -151,13 +153,17 @@ class Graphs:
     def _record(self, key: GraphKey) -> Recording:
         """First run with nobody seated, so that kernels are compiled and nothing is changed, then record."""
         device, options = self._runner.device, self._runner.options
+        begin = time.perf_counter()
         seats = self._empty_seats(key.shape)
         self._round(seats, key)
         torch.cuda.synchronize(device)
+        compiled = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = self._round(seats, key)
         self._pool = self._pool or graph.pool()
+        self.compile_seconds += compiled - begin
+        self.record_seconds += time.perf_counter() - compiled
         return Recording(graph, seats, result, options.generation)
 
     def _empty_seats(self, shape: RoundShape) -> Tensor:
