@@ -21,7 +21,6 @@ from outrider.bench.server_process import server_process
 from outrider.bench.traffic_sides import EngineSide, ServerSide, TrafficSide
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
-from outrider.engine.governor import Governor
 from outrider.engine.request import Request
 from outrider.llm import LLM
 from outrider.options import EngineOptions
@@ -67,8 +66,6 @@ def random_sides(
         note(f"{name}: making weights and warming up")
         engine = random_engine(replace(config, speculative=speculative), shape_of(shape))
         opened.callback(engine.close)
-        if speculative is not None and speculative.adaptive and not speculative.force:
-            engine.drafting.policy = Governor(engine.lookahead)
         engine.warm_up()
         note(_ready(name, engine, begin))
         return EngineSide(name, engine, make, asking)
