@@ -10,6 +10,7 @@ import pytest
 from samples import Oracle, drafter_settings, guide
 
 from outrider import LLM, SamplingParams
+from outrider.engine import graphs
 from outrider.kernels import dispatch
 from outrider.kernels.gpu import attention
 from outrider.llm import total_speculation
@@ -36,6 +37,7 @@ def test_models_on_interpreted_kernels(
     monkeypatch.setattr(dispatch.native, "library", lambda: None)
     monkeypatch.setattr(dispatch, "is_home", lambda x: True)
     monkeypatch.setattr(attention, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
+    monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))  # nor for rows that only fill up
     with LLM(target_path(family), drafter_settings(method, tmp_path, target_path, family), **options) as llm:
         assert llm.drafter is not None
         guide(llm.drafter, Oracle.truth, llm.target.vocab_size, skill=0.8)
