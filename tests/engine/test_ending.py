@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
+from outrider.engine import ending
 from outrider.engine.grammar import Guide
 from outrider.sampling_params import Guided
 
@@ -168,3 +169,33 @@ def test_what_comes_before_the_json_counts(llm: LLM) -> None:
     tokens, _ = wander(guide, llm.target.vocab_size, llm.engine.end_ids, source)
     assert len(tokens) <= 60
     jsonschema.validate(json.loads(llm.tokenizer.decode(tokens)), SCHEMAS["list"])
+
+
+class Counted:
+    """A matcher that counts what it is asked."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher, self.num_tries = matcher, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def accept_string(self, text: bytes) -> bool:
+        self.num_tries += 1
+        return self._matcher.accept_string(text)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "string", "minLength": 5000}, {"type": "string", "pattern": "^[\\u3041-\\u3096]{4000}$"}]
+)
+def test_a_search_for_the_end_is_bounded(llm: LLM, schema: dict[str, Any]) -> None:
+    """It runs while everybody waits: what cannot be closed in the room there is, is not looked for to its end."""
+    guide = llm.engine.guide(Guided(json_schema=schema))
+    matcher = guide._matcher.fork()
+    assert matcher.accept_string(b'"')
+    counted = Counted(matcher)
+    assert ending._closing(counted, ending._STRING, 100_000) is None  # type: ignore[arg-type]
+    assert counted.num_tries <= ending.MAX_TRIES + 200
+    short = Counted(guide._matcher.fork())
+    assert ending._closing(short, ending._OUTSIDE, 64) is None  # type: ignore[arg-type]
+    assert short.num_tries < 64 * 110

@@ -12,7 +12,8 @@ from outrider.engine.vocabulary import Vocabulary
 if TYPE_CHECKING:
     import xgrammar
 
-MAX_CLOSING = 4096  # bytes that closing an answer may take
+MAX_TRIES = 4096  # pieces of text that are put to a matcher in one search: a few milliseconds of everybody's time
+BYTES_PER_TOKEN = 4  # of a closing text, about; one that takes more than there is room for is of no use
 SPARE = 4  # tokens left over when the closing begins: one token may make the way to the end a little longer
 
 _OUTSIDE, _STRING, _ESCAPE = range(3)
@@ -63,15 +64,17 @@ class Ending:
         countdown = replace(countdown, left=left, lexer=lexer)
         if left > countdown.look_at:
             return countdown
-        way = self._way(matcher, lexer)
-        room = left - 1 - len(way) if way is not None else 0
-        if way is not None and 0 <= room <= SPARE:
+        way = self._way(matcher, lexer, left)
+        if way is None or len(way) > left - 1:  # a search costs time: they become rarer as they fail
+            return replace(countdown, look_at=left * 3 // 4)
+        room = left - 1 - len(way)
+        if room <= SPARE:
             return replace(countdown, way=way)
         # Both the room and the way may change with every token; halfway is early enough.
         return replace(countdown, look_at=left - max(1, (room - SPARE) // 2))
 
-    def _way(self, matcher: xgrammar.GrammarMatcher, lexer: int) -> tuple[int, ...] | None:
-        text = _closing(matcher.fork(), lexer)
+    def _way(self, matcher: xgrammar.GrammarMatcher, lexer: int, left: int) -> tuple[int, ...] | None:
+        text = _closing(matcher.fork(), lexer, left * BYTES_PER_TOKEN)
         return None if text is None else self._tokens(text)
 
     def _tokens(self, text: bytes) -> tuple[int, ...] | None:
@@ -88,16 +91,22 @@ class Ending:
         return tuple(found)
 
 
-def _closing(matcher: xgrammar.GrammarMatcher, lexer: int) -> bytes | None:
-    """A short text that completes what the matcher has taken so far: strings end, and nothing optional begins."""
-    text = b""
+def _closing(matcher: xgrammar.GrammarMatcher, lexer: int, max_bytes: int) -> bytes | None:
+    """A short text that completes what the matcher has taken so far: strings end, and nothing optional begins. None
+    where there is none of so many bytes, or it is not found soon."""
+    text, tries = b"", 0
     while not matcher.is_completed():
         certain = _certain(matcher)
         choices = (certain,) if certain else _CLOSING_OUTSIDE if lexer == _OUTSIDE else _CLOSING_STRING
-        piece = next((choice for choice in choices if matcher.accept_string(choice)), None)
-        if piece is None or len(text) > MAX_CLOSING:
+        for piece in choices:
+            tries += 1
+            if matcher.accept_string(piece):
+                break
+        else:
             return None
         text += piece
+        if len(text) > max_bytes or tries > MAX_TRIES:
+            return None
         lexer = _read(piece, lexer)
     return text
 
