@@ -185,12 +185,9 @@ class Counted:
         return self._matcher.accept_string(text)
 
 
-@pytest.mark.parametrize(
-    "schema", [{"type": "string", "minLength": 5000}, {"type": "string", "pattern": "^[\\u3041-\\u3096]{4000}$"}]
-)
-def test_a_search_for_the_end_is_bounded(llm: LLM, schema: dict[str, Any]) -> None:
+def test_a_search_for_the_end_is_bounded(llm: LLM) -> None:
     """It runs while everybody waits: what cannot be closed in the room there is, is not looked for to its end."""
-    guide = llm.engine.guide(Guided(json_schema=schema))
+    guide = llm.engine.guide(Guided(json_schema={"type": "string", "minLength": 5000}))
     matcher = guide._matcher.fork()
     assert matcher.accept_string(b'"')
     counted = Counted(matcher)
