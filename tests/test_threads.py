@@ -154,7 +154,7 @@ def test_every_pass_looks_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_command_takes_threads(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int | None] = []
 
-    def opened(config: EngineConfig, progress: object) -> NoReturn:
+    def opened(config: EngineConfig, *_: object) -> NoReturn:
         given.append(config.threads)
         raise ValueError("enough was seen")
 
