@@ -1,5 +1,5 @@
 """Recorded rounds without a GPU: everything but the recording itself (replay.py). Who flies, lands, joins and leaves is
-decided by the very same code; bookkeeping kernels are interpreted."""
+decided by the very same code; nothing else differs."""
 
 from __future__ import annotations
 

@@ -92,6 +92,14 @@ def right_choices(step: Step, seed: int) -> torch.Tensor:
     return torch.where(agrees, follows, torch.randint(50, judged.shape, generator=generator)).to(DEVICE)
 
 
+def check_layout(found: reference.Layout, wanted: reference.Layout) -> None:
+    for name, value in vars(wanted).items():
+        if name != "rows":
+            assert vars(found)[name].equal(value), name
+    for name, value in vars(wanted.rows).items():
+        assert vars(found.rows)[name].equal(value), name
+
+
 @pytest.mark.parametrize("missed", [False, True])
 @pytest.mark.parametrize(("people", "shape"), ROUNDS)
 def test_lay_out(people: list[list[int]], shape: RoundShape, missed: bool) -> None:
@@ -102,11 +110,7 @@ def test_lay_out(people: list[list[int]], shape: RoundShape, missed: bool) -> No
     pages = cache.page_table, PAGE_SIZE
     found = gpu.lay_out(seats, shape, cache.state, pages, missed=missed)
     wanted = reference.lay_out_reference(seats, shape, cache.state, pages, missed=missed)
-    for name, value in vars(wanted).items():
-        if name != "rows":
-            assert vars(found)[name].equal(value), name
-    for name, value in vars(wanted.rows).items():
-        assert vars(found.rows)[name].equal(value), name
+    check_layout(found, wanted)
     assert int(wanted.rows.query_start[-1]) > 0
 
 
