@@ -13,7 +13,6 @@ import torch
 
 from outrider.engine.request import Request
 from outrider.llm import LLM
-from outrider.outputs import CompletionOutput
 from outrider.server.errors import (
     ApiError,
     bad_request,
@@ -253,7 +252,7 @@ class EngineThread:
     def _step(self) -> None:
         begin = time.monotonic()
         try:
-            moved = self._engine.step()
+            moved = [each for each in self._engine.step() if each.num_new]
             self._faults_in_row = 0
         except Exception as error:
             self._handle(error)
@@ -352,7 +351,7 @@ def _piece(sequence: _Sequence) -> Piece:
         draft_positions=request.draft_positions[begin:],
         text_ends=request.text_ends[begin:],
         draft=request.trace[-1]["draft"] if len(request.trace) > sequence.traced else [],
-        final=CompletionOutput.of(request, sequence.index) if request.finished else None,
+        final=request.output(sequence.index) if request.finished else None,
     )
 
 
