@@ -154,8 +154,8 @@ def show_memory(console: Console, budget: Budget) -> None:
     show_note(console, f"memory: {budget.describe()}")
 
 
-def show_memory_table(console: Console, budget: Budget) -> None:
-    for name, value in budget.rows().items():
+def show_memory_table(console: Console, rows: Mapping[str, str]) -> None:
+    for name, value in rows.items():
         _row(console, name, Text(value))
 
 
