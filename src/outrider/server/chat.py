@@ -12,7 +12,16 @@ from fastapi import Request as HttpRequest
 from outrider.chat_template import ChatOptions
 from outrider.outputs import Logprob
 from outrider.prompts import Prompt
-from outrider.server.generation import Service, aborting, extras, finished, metrics_of, sampling_params, usage
+from outrider.server.generation import (
+    Service,
+    aborting,
+    extras,
+    finished,
+    metrics_of,
+    sampling_params,
+    speculations_of,
+    usage,
+)
 from outrider.server.job import Job
 from outrider.server.messages import MessageReader, message_of
 from outrider.server.protocol import Piece
@@ -58,7 +67,7 @@ async def whole_chat(http: HttpRequest, service: Service, body: ChatRequest, job
         **_head(service, job, "chat.completion"),
         "choices": [_choice(service, body, output, readers[output.index]) for output in outputs],
         "usage": _usage(job, sum(len(output.token_ids) for output in outputs), readers),
-        "metrics": metrics_of(outputs),
+        "metrics": metrics_of(speculations_of(outputs)),
     }
 
 
@@ -94,7 +103,7 @@ async def chat_chunks(
     """Deltas; all of them joined are the message of the whole answer."""
     head = _head(service, job, "chat.completion.chunk")
     options = body.stream_options
-    num_generated, ended = 0, []
+    num_generated, speculations = 0, []
     readers = _readers(service, body, job)
     first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
@@ -103,17 +112,17 @@ async def chat_chunks(
         async for piece in pieces:
             num_generated += len(piece.token_ids)
             if piece.ending is not None:
-                ended.append(piece)
+                speculations.append(piece.ending.speculation)
             choices = _deltas(service, body, piece, readers[piece.index])
             for number, choice in enumerate(choices, start=1):
                 chunk = {**head, "choices": [choice]}
                 if options is not None and options.continuous_usage_stats:
                     chunk["usage"] = _usage(job, num_generated, readers)
-                if len(ended) == job.num_sequences and number == len(choices):
-                    chunk["metrics"] = metrics_of(ended)
+                if len(speculations) == job.num_sequences and number == len(choices):
+                    chunk["metrics"] = metrics_of(speculations)
                 yield chunk
     if options is not None and options.include_usage:
-        totals = {"usage": _usage(job, num_generated, readers), "metrics": metrics_of(ended)}
+        totals = {"usage": _usage(job, num_generated, readers), "metrics": metrics_of(speculations)}
         yield {**head, "choices": [], **totals}
 
 

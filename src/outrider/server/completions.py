@@ -14,7 +14,16 @@ from outrider.outputs import Logprob
 from outrider.prompts import Prompt
 from outrider.server.chat import MIN_LOGPROB
 from outrider.server.errors import bad_request
-from outrider.server.generation import Service, aborting, extras, finished, metrics_of, sampling_params, usage
+from outrider.server.generation import (
+    Service,
+    aborting,
+    extras,
+    finished,
+    metrics_of,
+    sampling_params,
+    speculations_of,
+    usage,
+)
 from outrider.server.job import Job
 from outrider.server.protocol import Piece
 from outrider.server.schema import CompletionRequest
@@ -61,7 +70,7 @@ async def whole_completion(http: HttpRequest, service: Service, body: Completion
         **_head(service, job),
         "choices": choices,
         "usage": usage(job, sum(len(output.token_ids) for output in outputs)),
-        "metrics": metrics_of(outputs),
+        "metrics": metrics_of(speculations_of(outputs)),
     }
 
 
@@ -85,14 +94,14 @@ async def completion_chunks(
 ) -> AsyncGenerator[dict[str, Any], None]:
     head = _head(service, job)
     options = body.stream_options
-    num_generated, ended = 0, []
+    num_generated, speculations = 0, []
     ends = dict.fromkeys(range(job.num_sequences), 0)  # of each sequence: length of the text so far
     echoed: set[int] = set()
     async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
         async for piece in pieces:
             num_generated += len(piece.token_ids)
             if piece.ending is not None:
-                ended.append(piece)
+                speculations.append(piece.ending.speculation)
             elif not (piece.text or body.logprobs is not None or body.return_token_ids):
                 continue
             choice = _delta(service, body, piece, ends[piece.index])
@@ -104,11 +113,11 @@ async def completion_chunks(
             ends[piece.index] = piece.text_ends[-1]
             if options is not None and options.continuous_usage_stats:
                 chunk["usage"] = usage(job, num_generated)
-            if len(ended) == job.num_sequences:
-                chunk["metrics"] = metrics_of(ended)
+            if len(speculations) == job.num_sequences:
+                chunk["metrics"] = metrics_of(speculations)
             yield chunk
     if options is not None and options.include_usage:
-        totals = {"usage": usage(job, num_generated), "metrics": metrics_of(ended)}
+        totals = {"usage": usage(job, num_generated), "metrics": metrics_of(speculations)}
         yield {**head, "choices": [], **totals}
 
 

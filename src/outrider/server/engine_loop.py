@@ -118,14 +118,14 @@ class EngineLoop:
     def _loop(self) -> None:
         while not self._stopping:
             with self._wake:
-                if not (self._inbox or self._engine.has_work):
+                if not (self._inbox or self._sequences):
                     self._wake.wait(BEAT if self._tasks else None)  # those that are prepared have a deadline too
                 messages = list(self._inbox)
                 self._inbox.clear()
             for message in messages:
                 self._handle(message)
             self._expire()
-            if self._engine.has_work and not self._stopping:
+            if self._sequences and not self._stopping:
                 self._step()
 
     def _handle(self, message: Submit | _Prepared | Abort | Stop) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 
 from outrider.prompts import Prompt, Prompts
-from outrider.sampling_params import Guided, SamplingParams
+from outrider.sampling_params import Guided, SamplingParams, Speculation
 from outrider.server.engine_client import Asked, EngineClient
 from outrider.server.errors import ApiError, bad_request, clean
 from outrider.server.job import Job
@@ -149,6 +149,11 @@ async def finished(http: HttpRequest, service: Service, job: Job) -> list[Piece]
     return [outputs[index] for index in sorted(outputs)]
 
 
+def speculations_of(pieces: Sequence[Piece]) -> list[Speculation]:
+    """Of the sequences that have ended with these."""
+    return [piece.ending.speculation for piece in pieces if piece.ending is not None]
+
+
 def usage(job: Job, num_generated: int) -> dict[str, Any]:
     prompts = job.num_prompt_tokens
     accepted = sum(count.num_predicted_accepted for count in job.counts.values())
@@ -165,12 +170,12 @@ def usage(job: Job, num_generated: int) -> dict[str, Any]:
     }
 
 
-def metrics_of(ended: Sequence[Piece]) -> dict[str, Any] | None:
+def metrics_of(speculations: Sequence[Speculation]) -> dict[str, Any] | None:
     """vLLM's shape, and as there for a single sequence only. The acceptance length is over all rounds of the request,
     as in the log and in `Speculation`; the histogram is of those that had a draft."""
-    made = ended[0].ending.speculation if len(ended) == 1 and ended[0].ending is not None else None
-    if made is None or not made.drafted:
+    if len(speculations) != 1 or not speculations[0].drafted:
         return None
+    made = speculations[0]
     num_steps = made.drafted_at[0]  # a round may have had no draft
     reached = [num_steps, *made.accepted_at, 0]  # rounds that accepted at least so many
     histogram = [more - fewer for more, fewer in pairwise(reached)]

@@ -3,7 +3,10 @@ yet stays here, so a slow front cannot hold up a round, nor a long prompt the ev
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
@@ -36,10 +39,12 @@ class Link:
         return self._connection.fileno()
 
     def close(self) -> None:
-        """What was sent is delivered first, if the other end takes it."""
+        """Whoever receives at either end finds it closed; what was sent is delivered first, if the other end takes it.
+        The file itself is closed when nobody holds it any more: a thread may be reading from it."""
         self._outgoing.put(None)
         self._writer.join(FLUSH_SECONDS)
-        self._connection.close()
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end, suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
     def _write(self) -> None:
         while (message := self._outgoing.get()) is not None:
