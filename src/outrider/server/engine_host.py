@@ -111,16 +111,12 @@ def _raise(failure: NotOpened) -> None:
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """A signal to all processes of a terminal or a service must not end the engine under running requests: the front
-    decides. What is ignored here is ignored in a process that starts meanwhile, from its first moment on."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield
-        return
-    before = {each: signal.signal(each, signal.SIG_IGN) for each in IGNORED}
+    decides. A process that is started meanwhile does not heed them from its first moment on; here, they come later."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
 
 
 # in the process
@@ -129,6 +125,7 @@ def _undisturbed() -> Iterator[None]:
 def _main(connection: Connection, opening: Opening) -> None:
     for each in IGNORED:
         signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     os.set_inheritable(connection.fileno(), False)  # whatever is started here must not keep the link open
     threading.Thread(target=_end_with_parent, name="outrider-parent", daemon=True).start()
     link, status = Link(connection), 1
