@@ -195,9 +195,15 @@ class EngineClient:
             while self._link.has_message:
                 self._handle(self._link.receive())
         except (EOFError, OSError):
-            asyncio.get_running_loop().remove_reader(self._link.fileno())
-            if not self._stopping:
+            self._stop_reading()
+            if not self._stopping and not self.is_dead:
                 self._die(engine_has_ended(RuntimeError(self._why_ended())))
+        except Exception as error:  # what it says makes no sense, and whoever waits for an answer would wait for ever
+            self._stop_reading()
+            self._die(engine_has_ended(error))
+
+    def _stop_reading(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._link.fileno())
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, Brought):

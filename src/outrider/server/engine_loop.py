@@ -56,6 +56,9 @@ class _Prepared:
     made: list[Request] | ApiError
 
 
+_Message = Submit | _Prepared | Abort | Stop | BaseException
+
+
 def opened(llm: LLM) -> Opened:
     return Opened(
         origin=str(llm.config.model),
@@ -75,7 +78,7 @@ class EngineLoop:
         self._metrics = Metrics(model_name)
         self._metrics.watch(llm.engine)
         self._wake = threading.Condition()
-        self._inbox: deque[Submit | _Prepared | Abort | Stop] = deque()  # guarded by _wake
+        self._inbox: deque[_Message] = deque()  # guarded by _wake
         self._preparers = ThreadPoolExecutor(NUM_PREPARERS, thread_name_prefix="outrider-prepare")
         self._tasks: dict[int, Task] = {}
         self._sequences: dict[Request, TaskSequence] = {}
@@ -109,8 +112,10 @@ class EngineLoop:
                     self._put(message)
         except (EOFError, OSError):
             self._put(Stop())
+        except BaseException as error:  # or everybody would wait for ever
+            self._put(error)
 
-    def _put(self, message: Submit | _Prepared | Abort | Stop) -> None:
+    def _put(self, message: _Message) -> None:
         with self._wake:
             self._inbox.append(message)
             self._wake.notify()
@@ -128,7 +133,7 @@ class EngineLoop:
             if self._sequences and not self._stopping:
                 self._step()
 
-    def _handle(self, message: Submit | _Prepared | Abort | Stop) -> None:
+    def _handle(self, message: _Message) -> None:
         if isinstance(message, Submit):
             self._tasks[message.job] = Task.of(message)
             if _takes_long(message):
@@ -141,6 +146,8 @@ class EngineLoop:
             task = self._tasks.get(message.job)
             if task is not None:
                 self._end(task, message.error)
+        elif isinstance(message, BaseException):
+            raise message
         else:
             self._stopping = True
             for task in list(self._tasks.values()):
