@@ -39,9 +39,9 @@ from outrider.certify.report import show_certificate
 from outrider.commands import add
 from outrider.engine import engine as engine_module
 from outrider.engine import sampler as sampler_module
-from outrider.engine.request import Logprob
 from outrider.kernels import round as round_module
 from outrider.kernels.round import judge
+from outrider.outputs import Logprob
 from outrider.types import Step, Verdict
 
 SMALL = Effort(num_prompts=2, num_seeds=1, max_tokens=10, alone_every=6, others_every=3, max_draws=500)

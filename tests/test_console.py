@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from outrider import Speculation
-from outrider.agreement import CHECKING
 from outrider.console import (
     DRAFT_COLOURS,
     StreamedText,
@@ -20,6 +19,7 @@ from outrider.console import (
 )
 from outrider.measure import Run
 from outrider.outputs import CompletionOutput
+from outrider.startup import CHECKING
 
 ESCAPE = "\x1b"
 

@@ -23,6 +23,7 @@ from outrider.doctor.readings import compare, differing_rotaries, rope_settings,
 from outrider.llm import LLM, total_speculation
 from outrider.pair import DEFAULT_DIRECTORY
 from outrider.sampling_params import SamplingParams
+from outrider.startup import CHECKING
 
 Tensors = dict[str, torch.Tensor]
 SMALL = Effort(num_prompts=12, max_tokens=24, num_long=0)
@@ -328,7 +329,7 @@ def test_a_check_up_takes_no_longer_than_it_may(tmp_path: Path, monkeypatch: pyt
     with LLM(None, settings, max_num_seqs=1, progress=lambda *step: seen.append(step)) as llm:
         assert llm.checkup is not None
         assert not llm.checkup.is_dead
-        assert [step for step in seen if step[0] == agreement_module.CHECKING] == [(agreement_module.CHECKING, 1, 128)]
+        assert [step for step in seen if step[0] == CHECKING] == [(CHECKING, 1, 128)]
 
 
 def test_what_cannot_be_checked_is_not_refused(target_path: Callable[..., Path], tmp_path: Path) -> None:

@@ -44,11 +44,14 @@ BODIES = [
 @contextmanager
 def serving(llm: LLM) -> Iterator[str]:
     from outrider.server.app import Application
-    from outrider.server.engine_thread import Limits
+    from outrider.server.engine_client import EngineClient, Limits
+    from outrider.server.engine_host import ThreadHost
     from outrider.server.security import access_for
     from outrider.server.serving import Server
 
-    application = Application(llm, "default", Limits(), access_for("127.0.0.1"))
+    host = ThreadHost(llm, "default")
+    engine = EngineClient(host.link, host.model, "default", Limits(), host.why_ended)
+    application = Application(engine, llm.tokenizer, "default", access_for("127.0.0.1"))
     server = Server(application, "127.0.0.1", 0, 5.0)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -62,6 +65,7 @@ def serving(llm: LLM) -> Iterator[str]:
         server.handle_exit(15, None)
         thread.join(20)
         assert not thread.is_alive()
+        host.close()
 
 
 def answer(url: str, body: dict[str, Any]) -> str:

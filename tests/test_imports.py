@@ -10,13 +10,14 @@ SOURCE = Path(__file__).parent.parent / "src" / "outrider"
 # from the ground up; a module may import its own layer and those below
 LAYERS = [
     {"startup", "commands"},
-    {"types", "config", "extras", "registry", "sampling_params", "template", "chat_template", "threads", "tokenizer"},
+    {"types", "config", "extras", "registry", "sampling_params", "outputs", "threads"},
+    {"template", "chat_template", "tokenizer", "prompts"},
     {"kernels"},
     {"layers"},
     {"models"},
     {"drafters"},
     {"engine"},
-    {"outputs", "vision", "agreement"},
+    {"vision", "agreement"},
     {"preflight"},
     {"pair"},
     {"llm", "matrix", "options"},

@@ -39,7 +39,6 @@ ENOUGH_AGREED = 24  # draft tokens: then it is alive, whatever the rest would sa
 # of a check-up: after the first, as many drafts as say something are enough; after the second, it ends in any case.
 # On a GPU, the first steps compile kernels, which they would have to anyway.
 USUAL_SECONDS, MAX_SECONDS, MAX_GPU_SECONDS = 3.0, 12.0, 60.0
-CHECKING = "checking the drafter"
 
 OnStep = Callable[[int, int], None]  # steps done, steps at most
 _ids = itertools.count()

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.sampling_params import Speculation
+from outrider.startup import CHECKING
 
 if TYPE_CHECKING:  # they import torch, which help and version do without
     from outrider.engine.memory import Budget
@@ -94,8 +95,6 @@ def loading(console: Console) -> Iterator[OnProgress | None]:
     if not console.is_terminal:
         yield None
         return
-    from outrider.agreement import CHECKING
-
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         tasks: dict[str, int] = {}
@@ -155,8 +154,8 @@ def show_memory(console: Console, budget: Budget) -> None:
     show_note(console, f"memory: {budget.describe()}")
 
 
-def show_memory_table(console: Console, budget: Budget) -> None:
-    for name, value in budget.rows().items():
+def show_memory_table(console: Console, rows: Mapping[str, str]) -> None:
+    for name, value in rows.items():
         _row(console, name, Text(value))
 
 

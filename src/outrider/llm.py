@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from outrider.agreement import CHECKING, Checkup, check_up
+from outrider.agreement import Checkup, check_up
 from outrider.chat_template import ChatOptions, Messages
 from outrider.config import EngineConfig, WatchdogConfig, batch_limits
 from outrider.drafters.base import Drafter
-from outrider.drafters.predicted import tokens_after
 from outrider.engine.checkpoint import open_checkpoint
 from outrider.engine.grammar import Guide
 from outrider.engine.loader import Progress
@@ -25,13 +24,11 @@ from outrider.engine.shared import SharedEngine
 from outrider.models.base import Target
 from outrider.outputs import RequestOutput
 from outrider.pair import AUTO, Speculative, named_pair, open_pair
+from outrider.prompts import Prompt, Prompts
 from outrider.sampling_params import SamplingParams, Speculation
-from outrider.startup import StartupTimes
-from outrider.tokenizer import Tokenizer
+from outrider.startup import CHECKING, StartupTimes
 from outrider.types import Images, Prediction
-from outrider.vision import VisionTower, pictures_of, prompt_with_images, vision_of
-
-Prompt = str | Mapping[str, Any] | Sequence[int]
+from outrider.vision import VisionTower, prompt_with_images, vision_of
 
 
 class LLM:
@@ -85,6 +82,7 @@ class LLM:
         self.startup = StartupTimes()
         self.engine, self.budget = open_pair(self.config, progress, self.startup)
         self.tokenizer = self.engine.tokenizer
+        self.prompts = Prompts(self.tokenizer, self.target.vocab_size, self.max_model_len, str(self.config.model))
         self._shared = SharedEngine(self.engine, self.config.torch_device)
         self._preparing = threading.Lock()  # grammars are compiled one at a time, and the vision tower is loaded once
         self._ids = itertools.count()
@@ -192,12 +190,7 @@ class LLM:
 
     def chat_prompt(self, messages: Messages, options: ChatOptions | None = None) -> dict[str, Any]:
         """A conversation as a prompt, through the checkpoint's chat template."""
-        tokenizer = self._need_tokenizer("a chat")
-        plain, pictures = pictures_of(messages)
-        text = tokenizer.chat(plain, options)
-        if pictures:
-            return {"prompt": text, "multi_modal_data": {"image": pictures}, "add_special_tokens": False}
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        return self.prompts.of_chat(messages, options)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yields the growing output after every step. Leaving the loop early aborts the request."""
@@ -241,17 +234,15 @@ class LLM:
         self._shared.check_open()
         name = f"prompt {number}"
         ids, images = self._take_in(prompt, name)
-        self._check_ids(ids, name)
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"{name} has {len(ids)} tokens; with at least one to generate, the context of {self.max_model_len} "
-                "is exceeded: shorten it, or raise max_model_len"
-            )
-        self._check_params(params)
+        self.prompts.check(ids, name)
+        return self.make_requests(ids, self.prompts.settled(params, ids), images)
+
+    def make_requests(self, ids: list[int], params: SamplingParams, images: Images | None = None) -> list[Request]:
+        """n requests for a prompt and for options that have been checked, and hold tokens instead of text."""
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         request_id = f"request-{next(self._ids)}"
         requests = [self._request(f"{request_id}-{index}", ids, params, seed + index) for index in range(params.n)]
-        predicted = self._predicted(params, ids)
+        predicted = self._predicted(params)
         for request in requests:
             if predicted is not None:
                 request.prediction = Prediction(predicted, len(ids))
@@ -269,7 +260,7 @@ class LLM:
             seed=_wrap(seed),
             end_ids=frozenset() if params.ignore_eos else self.end_ids,
             text=TextStream(tokenizer, ids, params) if tokenizer is not None else None,
-            bad_words=self._bad_words(params),
+            bad_words=[list(map(int, word)) for word in params.bad_words],
             guide=self._guide(params, ids) if params.guided is not None else None,
         )
 
@@ -281,22 +272,15 @@ class LLM:
         guide.end_within(room if params.max_tokens is None else min(room, params.max_tokens))
         return guide
 
-    def _predicted(self, params: SamplingParams, prompt: Sequence[int]) -> np.ndarray | None:
-        """The tokens in which the target would write what is predicted, right after the prompt."""
-        given = params.prediction
-        if not given or params.num_speculative_tokens == 0:
+    def _predicted(self, params: SamplingParams) -> np.ndarray | None:
+        if not params.prediction or params.num_speculative_tokens == 0:
             return None
         if self.engine.drafting.predicting is None:
             raise ValueError(
                 "a prediction needs room for drafts, and none was reserved: use a drafter (a target with recurrent "
                 "states has no other room), or raise num_predicted_tokens"
             )
-        if isinstance(given, str):
-            tokens = tokens_after(prompt, given, self._need_tokenizer("a prediction given as text"))
-        else:
-            tokens = list(given)
-            self._check_ids(tokens, "prediction")
-        return np.array(tokens, dtype=np.int64)
+        return np.array(params.prediction, dtype=np.int64)
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -306,14 +290,14 @@ class LLM:
         """Token ids, and the images of a prompt {"prompt": ..., "multi_modal_data": {"image": ...}}."""
         data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
         if not data:
-            return self._prompt_ids(prompt, name), None
+            return self.prompts.ids(prompt, name), None
         assert isinstance(prompt, Mapping)
         unknown = sorted(set(data) - {"image"})
         if unknown:
             raise ValueError(f"{name}: multi_modal_data knows image only, not {', '.join(unknown)}")
         pictures = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
         vision_of(self.target)
-        tokenizer = self._need_tokenizer(f"{name} with an image")
+        tokenizer = self.prompts.tokenizer_for(f"{name} with an image")
         given = prompt.get("prompt_token_ids") or prompt["prompt"]
         special = bool(prompt.get("add_special_tokens", True))
         return prompt_with_images(given, pictures, self._vision_tower(), tokenizer, add_special_tokens=special)
@@ -328,55 +312,18 @@ class LLM:
                     checkpoint.close()
             return self._tower
 
-    def _prompt_ids(self, prompt: Prompt, name: str) -> list[int]:
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return list(prompt["prompt_token_ids"])
-            if "prompt" not in prompt:
-                raise ValueError(f'{name} is a mapping without "prompt" or "prompt_token_ids": {sorted(prompt)}')
-            return self._prompt_ids(prompt["prompt"], name)
-        return self._need_tokenizer(name).encode(prompt) if isinstance(prompt, str) else list(prompt)
-
-    def _check_ids(self, ids: Sequence[int], name: str) -> None:
-        if not ids:
-            raise ValueError(f"{name} is empty: give at least one token")
-        for token in ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.target.vocab_size:
-                raise ValueError(
-                    f"{name} holds {token!r}, which is no token id: ids are 0..{self.target.vocab_size - 1}"
-                )
-
-    def _check_params(self, params: SamplingParams) -> None:
-        if params.stop_strings:
-            self._need_tokenizer("a stop string")
-        given = [*(params.logit_bias or {}), *(params.allowed_token_ids or []), *params.stop_token_ids]
-        self._check_ids(given or [0], "logit_bias, allowed_token_ids or stop_token_ids")
-
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Every way a bad word may be spelt in tokens: at the start of a text, and after a space."""
-        words: list[list[int]] = []
-        for word in params.bad_words:
-            if not isinstance(word, str):
-                self._check_ids(list(word), "bad_words")
-                words.append(list(word))
-                continue
-            tokenizer = self._need_tokenizer("a bad word given as text")
-            for text in (word, " " + word.lstrip()):
-                ids = tokenizer.encode(text, add_special_tokens=False)
-                if ids and ids not in words:
-                    words.append(ids)
-        return words
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(
-                f"{what} needs a tokenizer, and {self.config.model} has none: give prompt_token_ids instead"
-            )
-        return self.tokenizer
-
     def _output(self, prompt: Prompt, requests: list[Request]) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
-        return RequestOutput.of(requests[0].request_id.rsplit("-", 1)[0], text, requests)
+        first = requests[0]
+        return RequestOutput(
+            request_id=first.request_id.rsplit("-", 1)[0],
+            prompt=text,
+            prompt_token_ids=list(first.prompt),
+            outputs=[request.output(index) for index, request in enumerate(requests)],
+            prompt_logprobs=list(first.prompt_logprobs) if first.params.prompt_logprobs is not None else None,
+            num_cached_tokens=first.num_cached,
+            finished=all(request.finished for request in requests),
+        )
 
 
 def total_speculation(outputs: Sequence[RequestOutput]) -> Speculation:

@@ -11,7 +11,8 @@ MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_N = 256
 MAX_WHITESPACE = 64
-MAX_PREDICTION = 2**18  # characters, or tokens
+PROMPT_TAIL = 16  # tokens at the end of a prompt that show whether it has opened what a grammar leaves free
+MAX_PREDICTION = 2**18  # characters; tokens may be bytes, so four times as many
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,9 @@ def _check_range(name: str, value: float | None, low: float, high: float) -> Non
 def _check_prediction(prediction: str | Sequence[int]) -> None:
     if not isinstance(prediction, str | Sequence):
         raise ValueError(f"prediction must be text or a list of token ids, not {prediction!r}")
-    if len(prediction) > MAX_PREDICTION:
-        raise ValueError(f"prediction is {len(prediction)} long; at most {MAX_PREDICTION} are taken: shorten it")
+    most = MAX_PREDICTION if isinstance(prediction, str) else 4 * MAX_PREDICTION
+    if len(prediction) > most:
+        raise ValueError(f"prediction is {len(prediction)} long; at most {most} are taken: shorten it")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+CHECKING = "checking the drafter"  # what progress calls it
+
 
 @contextmanager
 def importing() -> Iterator[None]:

@@ -112,33 +112,6 @@ def vision_of(target: Target) -> Vision:
     return target.vision
 
 
-def pictures_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Picture]]:
-    """A conversation without its images, and the images in order. A part of a message's content is an image where it
-    is {"type": "image", "image": ...} or OpenAI's {"type": "image_url", "image_url": {"url": "data:..."}}."""
-    plain, pictures = [], []
-    for message in messages:
-        content = message.get("content")
-        if not isinstance(content, str) and isinstance(content, Sequence):
-            parts = []
-            for part in content:
-                if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
-                    pictures.append(_picture_in(part))
-                    part = {"type": "image"}
-                parts.append(part)
-            message = {**message, "content": parts}
-        plain.append(dict(message))
-    return plain, pictures
-
-
-def _picture_in(part: Mapping[str, Any]) -> Picture:
-    found = part.get("image") or part.get("image_url")
-    if isinstance(found, Mapping):
-        found = found.get("url")
-    if found is None:
-        raise ValueError(f"an image part of a message has no image: {sorted(part)}")
-    return found
-
-
 def open_picture(picture: Picture) -> Image:
     """Reads an image. Nothing is fetched: a URL must be a data: URL, which holds the image itself."""
     try:

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from samples import METHODS, drafter_settings, guide, sample_target, suits
 
 from outrider import LLM, Guided, RequestOutput, SamplingParams
-from outrider.drafters.predicted import LONGEST, SHORTEST, continuation, follow, tokens_after
+from outrider.drafters.predicted import LONGEST, SHORTEST, continuation, follow
 from outrider.engine.pages import PagePool
 from outrider.engine.request import Request
 from outrider.engine.runner import Runner
 from outrider.engine.scheduler import Limits, Scheduler
+from outrider.prompts import tokens_after
 from outrider.sampling_params import MAX_PREDICTION
 from outrider.tokenizer import Tokenizer
 from outrider.types import Prediction
@@ -356,7 +357,7 @@ def test_with_everything_else_that_a_request_may_hold(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("prediction", "message"),
-    [("x" * (MAX_PREDICTION + 1), "shorten it"), ([1] * (MAX_PREDICTION + 1), "shorten it"), (7, "text or a list")],
+    [("x" * (MAX_PREDICTION + 1), "shorten it"), ([1] * (4 * MAX_PREDICTION + 1), "shorten it"), (7, "text or a list")],
 )
 def test_a_prediction_has_a_bound(prediction: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -25,7 +25,8 @@ from gguf_files import (
 from outrider.engine import gguf_weights
 from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
 from outrider.engine.gguf import GgufCheckpoint
-from outrider.engine.gguf_file import PLAIN_TYPES, TENSOR_TYPES
+from outrider.engine.gguf_file import TENSOR_TYPES
+from outrider.engine.gguf_weights import PLAIN_TYPES
 from outrider.kernels import native
 from outrider.kernels.packed import Blocks, pack_blocks
 from outrider.tokenizer import Detokenizer

@@ -1,4 +1,4 @@
-"""The real server, with the embedded pair behind it. Of several servers only one has work at a time."""
+"""The real server, with the embedded pair behind it in a thread. Of several servers only one has work at a time."""
 
 import contextlib
 import threading
@@ -10,7 +10,8 @@ from running import Running, Serve, wait_for
 
 from outrider import LLM
 from outrider.server.app import Application
-from outrider.server.engine_thread import Limits
+from outrider.server.engine_client import EngineClient, Limits
+from outrider.server.engine_host import ThreadHost
 from outrider.server.parsers import ParserNames
 from outrider.server.security import Access, access_for
 from outrider.server.serving import Server
@@ -34,18 +35,22 @@ def serve(llm: LLM) -> Serve:
         exit_on_death: bool = True,
     ) -> Iterator[Running]:
         access = access or access_for("127.0.0.1")
-        application = Application(other or llm, "default", limits or Limits(), access, parsers)
+        behind = other or llm
+        host = ThreadHost(behind, "default")
+        engine = EngineClient(host.link, host.model, "default", limits or Limits(), host.why_ended)
+        application = Application(engine, behind.tokenizer, "default", access, parsers)
         server = Server(application, "127.0.0.1", 0, drain, exit_on_death=exit_on_death)
         thread = threading.Thread(target=server.run)
         thread.start()
         wait_for(lambda: server.started)
         try:
-            yield Running(application, server, thread, server.servers[0].sockets[0].getsockname()[1])
+            yield Running(behind, application, server, thread, server.servers[0].sockets[0].getsockname()[1])
         finally:
             server.handle_exit(15, None)
             server.handle_exit(15, None)
             thread.join(20)
             assert not thread.is_alive()
+            host.close()
 
     return running
 

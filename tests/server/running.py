@@ -10,13 +10,15 @@ from typing import Any
 import httpx
 import openai
 
+from outrider import LLM
 from outrider.server.app import Application
-from outrider.server.engine_thread import EngineThread
+from outrider.server.engine_client import EngineClient
 from outrider.server.serving import Server
 
 
 @dataclass
 class Running:
+    llm: LLM
     application: Application
     server: Server
     thread: threading.Thread
@@ -27,7 +29,7 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def engine(self) -> EngineThread:
+    def engine(self) -> EngineClient:
         return self.application.engine
 
     def openai(self, api_key: str = "none") -> openai.OpenAI:
@@ -41,7 +43,7 @@ class Running:
         return httpx.get(self.url + path, timeout=30, **options)
 
     def wait_until_idle(self, seconds: float = 10.0) -> None:
-        wait_for(lambda: self.engine.is_idle and not self.application.service.llm.engine.has_work, seconds)
+        wait_for(lambda: self.engine.is_idle and not self.llm.engine.has_work, seconds)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:

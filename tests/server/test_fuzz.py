@@ -288,7 +288,7 @@ def test_prompts(busy: Running) -> None:
         response = busy.post("/v1/completions", {"prompt": prompt, "max_tokens": 2})
         is_clean(response)
         assert response.status_code == 400, name
-    vocab_size = busy.application.service.llm.target.vocab_size
+    vocab_size = busy.llm.target.vocab_size
     for path, body in (
         ("/v1/completions", {"prompt": [vocab_size]}),
         ("/v1/completions", {"prompt": [1], "allowed_token_ids": [vocab_size]}),

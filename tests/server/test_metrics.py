@@ -8,7 +8,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from running import Running, Serve, wait_for
 
-from outrider.server.engine_thread import Limits
+from outrider.server.engine_client import Limits
 
 PATH = "/v1/completions"
 BODY = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "temperature": 0}

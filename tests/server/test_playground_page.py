@@ -8,7 +8,7 @@ from browser import Browser, open_browser
 from running import Running, Serve, wait_for
 from test_playground import ASKED, read, streamed
 
-from outrider.server.engine_thread import Limits
+from outrider.server.engine_client import Limits
 from outrider.server.security import Access, access_for
 
 KEY = "a-key-of-ours"

@@ -66,7 +66,7 @@ def ask(client: httpx.Client, body: dict[str, Any]) -> Answer:
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_answers_keep_to_their_schemas(temperature: float, running: Running) -> None:
     made = schemas(NUM_SCHEMAS)
-    tokenizer = running.application.service.llm.tokenizer
+    tokenizer = running.llm.tokenizer
     assert tokenizer is not None
     bias = {"logit_bias": brevity(tokenizer)}
     bodies = [body_of(number, schema, temperature) | bias for number, schema in enumerate(made)]

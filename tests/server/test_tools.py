@@ -84,7 +84,7 @@ def hermes(serve: Serve) -> Iterator[Running]:
 
 def ask(running: Running, **options: Any) -> Any:
     body = {"model": "default", "messages": [{"role": "user", "content": "Walk."}], "temperature": 0}
-    tokenizer = running.application.service.llm.tokenizer
+    tokenizer = running.llm.tokenizer
     assert tokenizer is not None
     spaces = {str(id): -100 for id in range(4096) if tokenizer.token(id).isspace()}  # the model loves empty lines
     settings = {"tools": TOOLS, "max_tokens": 120, "logit_bias": spaces, **options}

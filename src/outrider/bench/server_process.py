@@ -10,12 +10,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 START_SECONDS = 300.0
+END_SECONDS = 20.0
 
 
 @dataclass
@@ -37,26 +38,51 @@ class ServerProcess:
             return str(answer.read().decode())
 
     @property
+    def pids(self) -> list[int]:
+        """All of its processes: HTTP, the engine, and what they have started."""
+        parents = {int(entry.name): _parent(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+        found = [self.process.pid]
+        for pid in found:  # which grows meanwhile
+            found += [child for child, parent in parents.items() if parent == pid]
+        return found
+
+    def _sum(self, measure: Callable[[Path], float]) -> float:
+        """Over all processes; one that has just ended has nothing."""
+        total = 0.0
+        for pid in self.pids:
+            with suppress(OSError):
+                total += measure(Path(f"/proc/{pid}"))
+        return total
+
+    @property
     def memory(self) -> int:
         """Resident bytes."""
-        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        pages = self._sum(lambda entry: int((entry / "statm").read_text().split()[1]))
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     @property
     def num_files(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        return int(self._sum(lambda entry: len(os.listdir(entry / "fd"))))
 
     @property
     def num_threads(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/task"))
+        return int(self._sum(lambda entry: len(os.listdir(entry / "task"))))
 
     @property
     def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return self._sum(lambda entry: sum(map(int, _stat(entry)[11:13]))) / os.sysconf("SC_CLK_TCK")
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """And waits until the engine's process has ended too: whoever comes next may want its memory."""
+        pids = self.pids
+        self.process.kill()
+        self.process.wait()
+        end = time.monotonic() + END_SECONDS
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
+            time.sleep(0.02)
 
     def wait_until_ready(self) -> None:
         end = time.monotonic() + START_SECONDS
@@ -90,8 +116,19 @@ def server_process(arguments: Sequence[str], log: Path, threads: int | None = No
         server.wait_until_ready()
         yield server
     finally:
-        process.kill()
-        process.wait()
+        server.kill()
+
+
+def _stat(entry: Path) -> list[str]:
+    """What /proc says of a process after its name."""
+    return (entry / "stat").read_text().rpartition(")")[2].split()
+
+
+def _parent(entry: Path) -> int:
+    try:
+        return int(_stat(entry)[1])
+    except OSError:  # it has ended
+        return 0
 
 
 def _free_port() -> int:

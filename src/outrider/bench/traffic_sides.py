@@ -89,9 +89,9 @@ class EngineSide:
                 if not running:
                     time.sleep(max(clients.next_due - now, 0.0))
                     continue
-                moved = self.engine.step()
+                brought = self.engine.step()
                 now = time.perf_counter()
-                for request in moved:
+                for request in [each.request for each in brought]:
                     if self._note(request, running[request], now):
                         ended.append((request, running.pop(request)))
                         clients.send_next(now - begin)

@@ -10,12 +10,10 @@ import torch
 
 from outrider.drafters.base import Drafter
 from outrider.drafters.combined import Combined
-from outrider.tokenizer import Tokenizer
 from outrider.types import Draft, Hidden, Prediction, Step, Verdict
 
 SHORTEST = 3  # tokens at the answer's end by which a lost place is found again: two agree by chance too often
 LONGEST = 32  # tokens that are compared at most
-TAIL = 8  # tokens of a prompt on which the spelling of what follows may depend
 
 
 def with_predictions(lookahead: int, drafter: Drafter | None) -> Drafter:
@@ -62,16 +60,6 @@ class Predicted(Drafter):
         places = lengths[:, None] - torch.arange(size, 0, -1, device=device)
         recent = state.tokens[slots[:, None], places.clamp(min=0)]
         return torch.cat([lengths[:, None], step.emits[index, None].long(), recent], dim=1).tolist()
-
-
-def tokens_after(prompt: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:
-    """A text as it is spelt right after a prompt: some tokenizers begin a text of its own with a space."""
-    tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
-    before = tokenizer.encode(tail, add_special_tokens=False)
-    both = tokenizer.encode(tail + text, add_special_tokens=False)
-    if both[: len(before)] == before:
-        return both[len(before) :]
-    return tokenizer.encode(text, add_special_tokens=False)  # the two melt into one token, which cannot be said now
 
 
 def follow(prediction: Prediction, num_outputs: int, recent: Sequence[int]) -> None:

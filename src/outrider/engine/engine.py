@@ -23,7 +23,7 @@ from outrider.engine.logprobs import add_prompt_logprobs, logprob_table
 from outrider.engine.memory import Budget
 from outrider.engine.pages import PagePool
 from outrider.engine.policy import DepthPolicy, FixedDepth
-from outrider.engine.request import Request, Work
+from outrider.engine.request import Progress, Request, Work
 from outrider.engine.runner import Runner, exact_shape
 from outrider.engine.sampler import Masks, sample
 from outrider.engine.scheduler import Limits, Plan, Scheduler
@@ -105,8 +105,8 @@ class Engine:
     # one step
 
     @torch.inference_mode()
-    def step(self) -> list[Request]:
-        """Launches rounds, then reads the outcome of the oldest; returns the requests that have something new."""
+    def step(self) -> list[Progress]:
+        """Launches rounds, then reads the outcome of the oldest: how far it has brought which requests."""
         while len(self._flights) < self._max_flying and self._is_foreseeable:
             depth = self.drafting.depth(self.scheduler.running or self.scheduler.next_in_line)
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
@@ -180,16 +180,16 @@ class Engine:
         draft = self.drafting.draft(step, hidden, verdict)
         return Result(write_outcome(step, verdict, draft), logits), hidden
 
-    def _land(self, flight: Flight) -> list[Request]:
+    def _land(self, flight: Flight) -> list[Progress]:
         """The outcome of a round reaches the requests that are still there."""
         end = flight.wait()
         read = [each for each in flight.read() if each[0].is_current]
         if flight.hidden is not None:
             add_prompt_logprobs(flight.read_rows(), flight.hidden, self.target, self.tokenizer)
-        accepted = []
+        accepted, brought = [], []
         for work, outcome, begin in read:
             logits = flight.logits[begin : begin + 1 + outcome.num_judged] if flight.logits is not None else None
-            self._settle(work, outcome, logits)
+            brought.append(self._settle(work, outcome, logits))
             if work.request.is_followed or not flight.shape.depth:  # the others have no say in what drafts are worth
                 accepted.append(max(len(outcome.tokens) - 1, 0))
         if all(work.is_round for work in flight.plan):
@@ -197,7 +197,7 @@ class Engine:
         else:
             self.drafting.policy.pause(end)
         self._heal([work for work, _, _ in read])
-        return [work.request for work, _, _ in read if work.emits]
+        return brought
 
     # the parts of a step
 
@@ -208,6 +208,7 @@ class Engine:
             reused = request.pages[: request.num_computed // page_size]
             self.cache.admit(request.slot, request.tokens, reused, request.images)
             request.num_placed = len(reused)
+            request.first_admitted = request.first_admitted or time.monotonic()
         if plan.admitted:
             self.runner.options.write(plan.admitted, self.cache.upload)
         places = []
@@ -232,10 +233,11 @@ class Engine:
         requests, offsets = self.cache.upload(torch.tensor(places)).unbind(1)
         return Masks(step.judged_start[requests] + offsets, self.cache.upload(torch.stack(bits)))
 
-    def _settle(self, work: Work, outcome: Outcome, logits: Tensor | None) -> None:
+    def _settle(self, work: Work, outcome: Outcome, logits: Tensor | None) -> Progress:
         """What a round brought reaches its request; logits [J, V] of the judged rows."""
         request, tokens = work.request, outcome.tokens
-        taken = self._commit(work, outcome)
+        progress = self._commit(work, outcome)
+        taken = progress.num_new
         if request.params.logprobs is not None and taken:
             assert logits is not None
             request.logprobs += logprob_table(logits[:taken], tokens[:taken], request.params.logprobs, self.tokenizer)
@@ -244,9 +246,10 @@ class Engine:
         if request.finished:
             self.drafting.learn(request)
         request.draft = outcome.draft
+        return progress
 
-    def _commit(self, work: Work, outcome: Outcome) -> int:
-        """How many of the tokens the request takes before it ends."""
+    def _commit(self, work: Work, outcome: Outcome) -> Progress:
+        """The request takes the tokens, or as many of them as come before it ends."""
         request, tokens, num_judged = work.request, outcome.tokens, outcome.num_judged
         is_round = work.is_round and request.num_outputs > 0
         taken = 0
@@ -260,7 +263,8 @@ class Engine:
             self._watch(request, num_judged, accepted)
             if request.params.trace:
                 request.trace.append({"draft": request.draft[:num_judged], "accepted": accepted})
-        return taken
+            return Progress(request, taken, num_judged, accepted)
+        return Progress(request, taken)
 
     def _watch(self, request: Request, num_judged: int, accepted: int) -> None:
         """Tells the watchdog of a round. What a client predicts says nothing about the drafter."""

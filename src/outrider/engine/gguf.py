@@ -9,8 +9,16 @@ from typing import Any
 import torch
 
 from outrider.engine.gguf_architectures import ARCHITECTURES, MODEL_NAMES
-from outrider.engine.gguf_file import PLAIN_TYPES, REQUIRED, HeaderReader, TensorEntry
-from outrider.engine.gguf_weights import check_readable, empty_for, in_halves, read_blocks, read_into, read_tensor
+from outrider.engine.gguf_file import REQUIRED, HeaderReader, TensorEntry
+from outrider.engine.gguf_weights import (
+    PLAIN_TYPES,
+    check_readable,
+    empty_for,
+    in_halves,
+    read_blocks,
+    read_into,
+    read_tensor,
+)
 from outrider.kernels.packed import Blocks
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import torch
 
 # Type number -> (name, elements per block, bytes per block).
 TENSOR_TYPES = {
@@ -24,7 +23,6 @@ TENSOR_TYPES = {
     14: ("Q6_K", 256, 210),
     30: ("BF16", 1, 2),
 }
-PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 FLOAT32, STRING, ARRAY = 6, 8, 9
 MAX_DIMENSIONS = 4

@@ -1,14 +1,16 @@
 """The tokenizer inside a GGUF file, rebuilt from its metadata with the `tokenizers` library.
 Two models exist: "gpt2" (byte-level BPE with merges) and "llama" (sentencepiece BPE, with scores instead of merges)."""
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from outrider.engine.gguf_file import Metadata
+from outrider.engine.gguf_file import HeaderReader, Metadata
 from outrider.tokenizer import SPECIAL_TOKEN_NAMES, Tokenizer, surround
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # the kinds in tokenizer.ggml.token_type
@@ -61,6 +63,15 @@ class Vocabulary:
 
     def of_kind(self, *kinds: int) -> list[str]:
         return [token for token, id in self.ids.items() if self.kinds[id] in kinds]
+
+
+def tokenizer_at(path: Path) -> Tokenizer | None:
+    """The tokenizer of a checkpoint, a directory or a GGUF file, without the rest of it; None where it has none."""
+    if path.is_dir():
+        return Tokenizer.from_directory(path)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+        metadata, _ = HeaderReader(memory, path).read()
+        return build_tokenizer(metadata)
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer | None:

@@ -10,11 +10,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from outrider.engine.gguf_file import PLAIN_TYPES, TensorEntry
+from outrider.engine.gguf_file import TensorEntry
 from outrider.engine.host_memory import give_back, use_large_pages
 from outrider.kernels import native
 from outrider.kernels.packed import Blocks
 
+PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CHUNK = (
     8 * 2**20
 )  # elements that are read at a time: so much of the file, and of what is changed on its way, is in memory

@@ -16,7 +16,7 @@ from outrider.engine.ending import Countdown, Ending
 from outrider.engine.grammar_limits import MAX_GRAMMAR_LEN, check_grammar, check_regex, schema_text, tag_text
 from outrider.engine.vocabulary import Vocabulary, begun_of, is_past
 from outrider.extras import extra_missing
-from outrider.sampling_params import Guided
+from outrider.sampling_params import PROMPT_TAIL, Guided
 from outrider.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 MAX_CHOICES = 2**10
 MAX_MARKER_LEN = 2**8
-PROMPT_TAIL = 16  # tokens at the end of a prompt that show whether it has opened what is free
 CACHE_BYTES = 2**26
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.engine.request import Logprob, Work
+from outrider.engine.request import Work
 from outrider.models.base import Target
+from outrider.outputs import Logprob
 from outrider.tokenizer import Tokenizer
 from outrider.types import Hidden
 

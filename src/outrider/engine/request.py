@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.engine.grammar import Guide
 from outrider.engine.watchdog import Standing
+from outrider.outputs import CompletionOutput, Logprob
 from outrider.sampling_params import SamplingParams, Speculation
 from outrider.tokenizer import Detokenizer, StopChecker, Tokenizer
 from outrider.types import Images, Prediction
@@ -20,13 +21,6 @@ class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-@dataclass(frozen=True)
-class Logprob:
-    logprob: float
-    rank: int  # 1: the most likely token
-    decoded: str = ""
 
 
 class TextStream:
@@ -88,6 +82,7 @@ class Request:
     draft_is_predicted: bool = False  # it is from the prediction
     flying: list[Work] = field(default_factory=list)  # its work in rounds under way, the oldest first
     num_admissions: int = 0
+    first_admitted: float | None = None  # when, by time.monotonic()
     num_preemptions: int = 0
     starts_afresh: bool = False  # when it is admitted again, it reuses nothing
     standing: Standing = field(default_factory=Standing)  # with the watchdog
@@ -202,6 +197,22 @@ class Request:
         if self.text is not None and not isinstance(stop_reason, str):
             self.text.finish()
 
+    def output(self, index: int) -> CompletionOutput:
+        """What has come so far, as answer number `index` to its prompt."""
+        return CompletionOutput(
+            index=index,
+            text=self.text.text if self.text is not None else "",
+            token_ids=self.outputs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
+            speculation=self.speculation,
+            seed=self.seed,
+            draft_positions=list(self.draft_positions),
+            text_ends=list(self.text_ends),
+            trace=list(self.trace) if self.params.trace else None,
+        )
+
     def count_round(self, num_drafts: int, accepted: int) -> None:
         self.rounds += 1
         missing = num_drafts - len(self.drafted_at)
@@ -241,3 +252,13 @@ class Work:
     @property
     def is_current(self) -> bool:
         return self.request.status is Status.RUNNING and self.admission == self.request.num_admissions
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a step brought one request: rows of its prompt, or tokens."""
+
+    request: Request
+    num_new: int = 0  # tokens that it took
+    num_drafted: int = 0  # draft tokens that were judged, where it was a round
+    num_accepted: int = 0  # of those

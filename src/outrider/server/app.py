@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from outrider import __version__
 from outrider.chat_template import ChatOptions
-from outrider.llm import LLM
+from outrider.prompts import Prompts
 from outrider.server import health
 from outrider.server.answers import (
     ERRORS,
@@ -36,33 +36,39 @@ from outrider.server.answers import (
 )
 from outrider.server.chat import chat_chunks, messages_of, start_chat, whole_chat
 from outrider.server.completions import completion_chunks, start_completion, whole_completion
-from outrider.server.engine_thread import EngineThread, Limits
+from outrider.server.engine_client import EngineClient
 from outrider.server.errors import ApiError, bad_request, clean, internal_error
 from outrider.server.events import event_stream
 from outrider.server.generation import Service
-from outrider.server.metrics import CONTENT_TYPE, Metrics
 from outrider.server.parsers import ParserNames
 from outrider.server.playground import add_playground
 from outrider.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from outrider.server.security import OPEN_PATHS, Access, Guard
+from outrider.server.tally import CONTENT_TYPE
+from outrider.tokenizer import Tokenizer
 
 
 class Application:
     """The service and the ASGI app in front of it."""
 
     def __init__(
-        self, llm: LLM, model_name: str, limits: Limits, access: Access, parsers: ParserNames | None = None
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer | None,
+        model_name: str,
+        access: Access,
+        parsers: ParserNames | None = None,
     ) -> None:
-        self.metrics = Metrics(model_name)
-        self.engine = EngineThread(llm, limits, self.metrics)
-        self.service = Service(llm, self.engine, model_name, int(time.time()), parsers or ParserNames())
+        self.engine, model = engine, engine.model
+        prompts = Prompts(tokenizer, model.vocab_size, model.max_model_len, model.origin)
+        self.service = Service(prompts, engine, model_name, int(time.time()), parsers or ParserNames())
         # no pages of FastAPI's: they would load scripts from elsewhere
         app = FastAPI(version=__version__, docs_url=None, redoc_url=None, lifespan=self._life, responses=ERRORS)
         app.title = "Outrider"
         _add_errors(app)
         _add_generation(app, self.service, access.pace)
         _add_tokens(app, self.service)
-        _add_status(app, self.service, self.metrics)
+        _add_status(app, self.service)
         add_playground(app)
         if access.api_keys:
             add_security(app.openapi(), OPEN_PATHS)
@@ -105,7 +111,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=described(TokenizeAnswer))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
-        tokenizer = service.llm.tokenizer
+        tokenizer = service.tokenizer
         if tokenizer is None:
             raise bad_request("this model has no tokenizer")
 
@@ -119,27 +125,27 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             return tokenizer.encode(text, add_special_tokens=False)
 
         tokens = await service.prepare(encode)
-        found = {"count": len(tokens), "max_model_len": service.llm.max_model_len, "tokens": tokens}
+        found = {"count": len(tokens), "max_model_len": service.prompts.max_model_len, "tokens": tokens}
         return found | ({"token_strs": [tokenizer.token(token) for token in tokens]} if body.return_token_strs else {})
 
     @app.post("/detokenize", responses=described(DetokenizeAnswer))
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         service.check_model(body.model)
-        tokenizer = service.llm.tokenizer
+        tokenizer = service.tokenizer
         if tokenizer is None:
             raise bad_request("this model has no tokenizer")
         skip = body.skip_special_tokens
         return {"prompt": await service.prepare(lambda: tokenizer.decode(body.tokens, skip_special_tokens=skip))}
 
 
-def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
+def _add_status(app: FastAPI, service: Service) -> None:
     card = {
         "id": service.model_name,
         "object": "model",
         "created": service.created,
         "owned_by": "outrider",
-        "max_model_len": service.llm.max_model_len,
-        "num_speculative_tokens": service.llm.engine.lookahead,  # 0: there is no drafter
+        "max_model_len": service.prompts.max_model_len,
+        "num_speculative_tokens": service.engine.model.num_speculative_tokens,
     }
 
     @app.get("/v1/models", responses=described(ModelList))
@@ -153,9 +159,9 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/metrics", responses=TEXT, response_class=PlainTextResponse)
     async def show_metrics() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
+        return Response(await service.engine.metrics(), media_type=CONTENT_TYPE)
 
-    def health_route(path: str, check: Callable[[EngineThread], health.Verdict]) -> None:
+    def health_route(path: str, check: Callable[[EngineClient], health.Verdict]) -> None:
         @app.get(path, name=check.__name__, responses=HEALTH)
         async def answer() -> Response:
             status, body = check(service.engine)

@@ -10,12 +10,21 @@ from typing import Any
 from fastapi import Request as HttpRequest
 
 from outrider.chat_template import ChatOptions
-from outrider.engine.request import Logprob
-from outrider.llm import Prompt
-from outrider.outputs import CompletionOutput
-from outrider.server.generation import Service, aborting, extras, finished, metrics_of, sampling_params, usage
-from outrider.server.job import Job, Piece
+from outrider.outputs import Logprob
+from outrider.prompts import Prompt
+from outrider.server.generation import (
+    Service,
+    aborting,
+    extras,
+    finished,
+    metrics_of,
+    sampling_params,
+    speculations_of,
+    usage,
+)
+from outrider.server.job import Job
 from outrider.server.messages import MessageReader, message_of
+from outrider.server.protocol import Piece
 from outrider.server.schema import ChatRequest, Message
 from outrider.server.tool_choice import bound, check_tools, offered, reading_of
 from outrider.tokenizer import Tokenizer
@@ -25,7 +34,7 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 async def start_chat(service: Service, body: ChatRequest, tenant: str | None) -> Job:
     service.check_model(body.model)
-    tokenizer = service.llm.tokenizer
+    tokenizer = service.tokenizer
     check_tools(service.parsers, body)
     reading = reading_of(tokenizer, service.parsers, body)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -43,7 +52,7 @@ def _prompt(service: Service, body: ChatRequest) -> Prompt:
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs.model_dump(exclude_none=True),
     )
-    return service.llm.chat_prompt(messages_of(body.messages), options)
+    return service.prompts.of_chat(messages_of(body.messages), options)
 
 
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -58,7 +67,7 @@ async def whole_chat(http: HttpRequest, service: Service, body: ChatRequest, job
         **_head(service, job, "chat.completion"),
         "choices": [_choice(service, body, output, readers[output.index]) for output in outputs],
         "usage": _usage(job, sum(len(output.token_ids) for output in outputs), readers),
-        "metrics": metrics_of([output.speculation for output in outputs]),
+        "metrics": metrics_of(speculations_of(outputs)),
     }
 
 
@@ -71,18 +80,19 @@ def _usage(job: Job, num_generated: int, readers: Sequence[MessageReader]) -> di
 
 
 def _readers(service: Service, body: ChatRequest, job: Job) -> list[MessageReader]:
-    reading = reading_of(service.llm.tokenizer, service.parsers, body)
-    return [MessageReader(service.llm, reading, request) for request in job.requests]
+    reading = reading_of(service.tokenizer, service.parsers, body)
+    return [MessageReader(service.tokenizer, reading, job.prompt_of(index)) for index in range(job.num_sequences)]
 
 
-def _choice(service: Service, body: ChatRequest, output: CompletionOutput, reader: MessageReader) -> dict[str, Any]:
-    deltas, reason = reader.read(output, output.finish_reason)
+def _choice(service: Service, body: ChatRequest, output: Piece, reader: MessageReader) -> dict[str, Any]:
+    assert output.ending is not None
+    deltas, reason = reader.read(output, output.ending.finish_reason)
     return {
         "index": output.index,
         "message": message_of(deltas),
-        "logprobs": chat_logprobs(service.llm.tokenizer, body, output.token_ids, output.logprobs or []),
+        "logprobs": chat_logprobs(service.tokenizer, body, output.token_ids, output.logprobs or []),
         "finish_reason": reason,
-        "stop_reason": output.stop_reason,
+        "stop_reason": output.ending.stop_reason,
         **extras(service, body, output),
     }
 
@@ -97,18 +107,18 @@ async def chat_chunks(
     readers = _readers(service, body, job)
     first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
-        for index in range(len(job.requests)):
+        for index in range(job.num_sequences):
             yield {**head, "choices": [{"index": index, **first}]}
         async for piece in pieces:
             num_generated += len(piece.token_ids)
-            if piece.final is not None:
-                speculations.append(piece.final.speculation)
+            if piece.ending is not None:
+                speculations.append(piece.ending.speculation)
             choices = _deltas(service, body, piece, readers[piece.index])
             for number, choice in enumerate(choices, start=1):
                 chunk = {**head, "choices": [choice]}
                 if options is not None and options.continuous_usage_stats:
                     chunk["usage"] = _usage(job, num_generated, readers)
-                if len(speculations) == len(job.requests) and number == len(choices):
+                if len(speculations) == job.num_sequences and number == len(choices):
                     chunk["metrics"] = metrics_of(speculations)
                 yield chunk
     if options is not None and options.include_usage:
@@ -118,18 +128,18 @@ async def chat_chunks(
 
 def _deltas(service: Service, body: ChatRequest, piece: Piece, reader: MessageReader) -> list[dict[str, Any]]:
     """Often one; none while nothing is settled: part of a character, or of what may be a stop string or a call."""
-    final = piece.final
-    deltas, reason = reader.read(piece, final.finish_reason if final is not None else None)
-    if not deltas and (final is not None or body.logprobs or body.return_token_ids):
+    ending = piece.ending
+    deltas, reason = reader.read(piece, ending.finish_reason if ending is not None else None)
+    if not deltas and (ending is not None or body.logprobs or body.return_token_ids):
         deltas = [{}]
     choices: list[dict[str, Any]] = [
         {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
     ]
     if choices:
-        choices[0]["logprobs"] = chat_logprobs(service.llm.tokenizer, body, piece.token_ids, piece.logprobs)
+        choices[0]["logprobs"] = chat_logprobs(service.tokenizer, body, piece.token_ids, piece.logprobs or [])
         choices[0] |= extras(service, body, piece)
-    if final is not None:
-        choices[-1] |= {"finish_reason": reason, "stop_reason": final.stop_reason}
+    if ending is not None:
+        choices[-1] |= {"finish_reason": reason, "stop_reason": ending.stop_reason}
     return choices
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.commands import option
-from outrider.console import loading, open_consoles, show_memory_table, show_note
+from outrider.console import Consoles, loading, open_consoles, show_memory_table, show_note
 from outrider.extras import extra_missing
 from outrider.options import ENGINE, EngineOptions, ModelArgument
 from outrider.server.address import port_of, taken
@@ -16,10 +15,10 @@ from outrider.server.log import log, log_to_stderr
 from outrider.startup import importing
 
 if TYPE_CHECKING:
-    from outrider.config import EngineConfig
-    from outrider.llm import LLM
+    from outrider.server.engine_host import ProcessHost
+    from outrider.server.protocol import Opened
+    from outrider.tokenizer import Tokenizer
 
-SWITCH_SECONDS = 0.0005  # that a thread may keep the interpreter while another waits for it
 DEFAULT_NAME = "default"  # of the embedded model
 
 _NAMES, _LIMITS, _ACCESS = "Names and parsers", "Limits", "Access"
@@ -159,11 +158,10 @@ def serve_command(
     """
     options = options.named(target)
     with importing():
-        from outrider.config import WatchdogConfig
-
         try:
             from outrider.server.app import Application
-            from outrider.server.engine_thread import Limits
+            from outrider.server.engine_client import EngineClient, Limits
+            from outrider.server.engine_host import Opening, ProcessHost
             from outrider.server.parsers import ParserNames, choose
             from outrider.server.security import access_for
             from outrider.server.serving import Server
@@ -174,40 +172,41 @@ def serve_command(
     given = access_options
     allowed = (given.api_key or [], given.allowed_host or [], given.allowed_origin or [])
     access = replace(access_for(given.host, *allowed, given.max_body * 2**20), pace=given.pace / 1000)
-    config = options.config(**limit_options.of_engine(), watchdog=WatchdogConfig() if watchdog else None)
-    with taken(given.host, given.port) as sockets, _loaded(config) as llm:
-        served = names.served_model_name or name_of(options.model)
+    served, consoles = names.served_model_name or name_of(options.model), open_consoles()
+    opening = Opening(options, limit_options.of_engine(), watchdog, served, consoles.about.is_terminal)
+    with taken(given.host, given.port) as sockets, ProcessHost(opening) as host:
+        model, tokenizer = _opened(host, consoles)
         limits = Limits(
             limit_options.max_queue, deadline=limit_options.request_timeout, stall=limit_options.stall_timeout
         )
         log_to_stderr()
-        tools, reasoning = choose(asked, llm.tokenizer)
+        tools, reasoning = choose(asked, tokenizer)
         reasons = {"tools": tools.reason, "reasoning": reasoning.reason}
         log("parsers", tools=tools.name, reasoning=reasoning.name, because=reasons)
-        consoles = open_consoles()
-        log("memory", **vars(llm.budget), num_tokens=llm.budget.num_tokens)
-        show_memory_table(consoles.about, llm.budget)
-        application = Application(llm, served, limits, access, ParserNames(tools.name, reasoning.name))
+        log("memory", **model.memory)
+        show_memory_table(consoles.about, model.memory_rows)
+        engine = EngineClient(host.link, model, served, limits, host.why_ended)
+        application = Application(engine, tokenizer, served, access, ParserNames(tools.name, reasoning.name))
         port = port_of(sockets)
-        log("listening", host=given.host, port=port, model=served, max_model_len=llm.max_model_len)
+        log("listening", host=given.host, port=port, model=served, max_model_len=model.max_model_len)
         url = f"http://{f'[{given.host}]' if ':' in given.host else given.host}:{port}"
         show_note(consoles.about, f"{served} at {url}/v1, playground at {url}/")
-        # The engine's thread lets go of the interpreter at every launch, and must not wait long to have it back.
-        sys.setswitchinterval(SWITCH_SECONDS)
         exits, drain = limit_options.exit_on_engine_death, limit_options.shutdown_timeout
         Server(application, given.host, port, drain, exit_on_death=exits).run(sockets=sockets)
+        host.close()
         log("ended")
-        if application.engine.is_dead:
+        if engine.is_dead:
             raise SystemExit(1)
 
 
-def _loaded(config: EngineConfig) -> LLM:
-    from outrider.llm import LLM
+def _opened(host: ProcessHost, consoles: Consoles) -> tuple[Opened, Tokenizer | None]:
+    """What the front needs: the tokenizer is read here while the weights are read there."""
+    from outrider.engine.gguf_tokenizer import tokenizer_at
 
-    with loading(open_consoles().about) as progress:
-        llm = LLM.from_config(config, progress)
-    llm.warm_up()
-    return llm
+    found: list[Tokenizer | None] = []
+    with loading(consoles.about) as progress:
+        model = host.opened(progress, lambda path: found.append(tokenizer_at(path)))
+    return model, found[0]
 
 
 def name_of(model: str | None) -> str:

@@ -10,13 +10,22 @@ from typing import Any
 
 from fastapi import Request as HttpRequest
 
-from outrider.engine.request import Logprob, Request
-from outrider.llm import Prompt
-from outrider.outputs import CompletionOutput
+from outrider.outputs import Logprob
+from outrider.prompts import Prompt
 from outrider.server.chat import MIN_LOGPROB
 from outrider.server.errors import bad_request
-from outrider.server.generation import Service, aborting, extras, finished, metrics_of, sampling_params, usage
-from outrider.server.job import Job, Piece
+from outrider.server.generation import (
+    Service,
+    aborting,
+    extras,
+    finished,
+    metrics_of,
+    sampling_params,
+    speculations_of,
+    usage,
+)
+from outrider.server.job import Job
+from outrider.server.protocol import Piece
 from outrider.server.schema import CompletionRequest
 from outrider.tokenizer import Detokenizer
 
@@ -38,7 +47,7 @@ def _check_size(service: Service, body: CompletionRequest) -> None:
     """Log-probabilities of prompts are all kept until the answer is sent."""
     if body.echo and body.logprobs is not None:
         lengths = [len(prompt) if isinstance(prompt, list) else len(prompt.encode()) for prompt in prompts_of(body)]
-        rows = sum(min(length, service.llm.max_model_len) for length in lengths) * body.n
+        rows = sum(min(length, service.prompts.max_model_len) for length in lengths) * body.n
         if rows * (body.logprobs + 1) > MAX_ECHOED:
             raise bad_request(f"echo with logprobs is limited to {MAX_ECHOED} figures: ask for fewer", "logprobs")
 
@@ -56,25 +65,26 @@ def _maker(prompt: str | list[int]) -> Callable[[], Prompt]:
 
 async def whole_completion(http: HttpRequest, service: Service, body: CompletionRequest, job: Job) -> dict[str, Any]:
     outputs = await finished(http, service, job)
-    choices = [_choice(service, body, output, job.requests[output.index]) for output in outputs]
+    choices = [_choice(service, body, output, job.prompt_of(output.index)) for output in outputs]
     return {
         **_head(service, job),
         "choices": choices,
         "usage": usage(job, sum(len(output.token_ids) for output in outputs)),
-        "metrics": metrics_of([output.speculation for output in outputs]),
+        "metrics": metrics_of(speculations_of(outputs)),
     }
 
 
-def _choice(service: Service, body: CompletionRequest, output: CompletionOutput, request: Request) -> dict[str, Any]:
+def _choice(service: Service, body: CompletionRequest, output: Piece, prompt: Sequence[int]) -> dict[str, Any]:
+    assert output.ending is not None
     text = _echo(service, body, output.index)
     offsets = [len(text) + end for end in (0, *output.text_ends)]
     logprobs = _logprobs(body, output.token_ids, output.logprobs or [], offsets)
     return {
         "index": output.index,
         "text": text + output.text,
-        "logprobs": _with_prompt(service, body, request, logprobs),
-        "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason,
+        "logprobs": _with_prompt(service, body, prompt, output, logprobs),
+        "finish_reason": output.ending.finish_reason,
+        "stop_reason": output.ending.stop_reason,
         **extras(service, body, output),
     }
 
@@ -85,25 +95,25 @@ async def completion_chunks(
     head = _head(service, job)
     options = body.stream_options
     num_generated, speculations = 0, []
-    ends = dict.fromkeys(range(len(job.requests)), 0)  # of each sequence: length of the text so far
+    ends = dict.fromkeys(range(job.num_sequences), 0)  # of each sequence: length of the text so far
     echoed: set[int] = set()
     async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
         async for piece in pieces:
             num_generated += len(piece.token_ids)
-            if piece.final is not None:
-                speculations.append(piece.final.speculation)
+            if piece.ending is not None:
+                speculations.append(piece.ending.speculation)
             elif not (piece.text or body.logprobs is not None or body.return_token_ids):
                 continue
             choice = _delta(service, body, piece, ends[piece.index])
             if piece.index not in echoed:
                 choice["text"] = _echo(service, body, piece.index) + choice["text"]
-                choice["logprobs"] = _with_prompt(service, body, job.requests[piece.index], choice["logprobs"])
+                choice["logprobs"] = _with_prompt(service, body, job.prompt_of(piece.index), piece, choice["logprobs"])
                 echoed.add(piece.index)
             chunk = {**head, "choices": [choice]}
             ends[piece.index] = piece.text_ends[-1]
             if options is not None and options.continuous_usage_stats:
                 chunk["usage"] = usage(job, num_generated)
-            if len(speculations) == len(job.requests):
+            if len(speculations) == job.num_sequences:
                 chunk["metrics"] = metrics_of(speculations)
             yield chunk
     if options is not None and options.include_usage:
@@ -118,9 +128,9 @@ def _delta(service: Service, body: CompletionRequest, piece: Piece, end: int) ->
     return {
         "index": piece.index,
         "text": piece.text,
-        "logprobs": _logprobs(body, piece.token_ids, piece.logprobs, offsets),
-        "finish_reason": piece.final.finish_reason if piece.final is not None else None,
-        "stop_reason": piece.final.stop_reason if piece.final is not None else None,
+        "logprobs": _logprobs(body, piece.token_ids, piece.logprobs or [], offsets),
+        "finish_reason": piece.ending.finish_reason if piece.ending is not None else None,
+        "stop_reason": piece.ending.stop_reason if piece.ending is not None else None,
         **extras(service, body, piece),
     }
 
@@ -131,7 +141,7 @@ def _echo(service: Service, body: CompletionRequest, index: int) -> str:
     prompt = prompts_of(body)[index // body.n]
     if isinstance(prompt, str):
         return prompt
-    return service.llm.tokenizer.decode(prompt) if service.llm.tokenizer is not None else ""
+    return service.tokenizer.decode(prompt) if service.tokenizer is not None else ""
 
 
 def _logprobs(
@@ -149,24 +159,24 @@ def _logprobs(
 
 
 def _with_prompt(
-    service: Service, body: CompletionRequest, request: Request, logprobs: dict[str, Any] | None
+    service: Service, body: CompletionRequest, prompt: Sequence[int], piece: Piece, logprobs: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """An answer that begins with its prompt has the prompt's log-probabilities first; its first token has none."""
-    tokenizer = service.llm.tokenizer
+    tokenizer = service.tokenizer
     if logprobs is None or not body.echo or tokenizer is None:
         return logprobs
     written = Detokenizer(tokenizer)
     offsets = [0]
-    for token in request.prompt:
+    for token in prompt:
         offsets.append(offsets[-1] + len(written.add(token)))
     first: dict[str, list[Any]] = {
-        "tokens": [tokenizer.token(request.prompt[0])],
+        "tokens": [tokenizer.token(prompt[0])],
         "token_logprobs": [None],
         "top_logprobs": [None],
         "text_offset": [0],
     }
-    rows = [row for row in request.prompt_logprobs if row is not None]
-    others = _logprobs(body, request.prompt[1:], rows, offsets[1:])
+    rows = [row for row in piece.prompt_logprobs or () if row is not None]
+    others = _logprobs(body, prompt[1:], rows, offsets[1:])
     assert others is not None
     return {name: [*first[name], *others[name], *logprobs[name]] for name in logprobs}
 

@@ -23,6 +23,10 @@ class ApiError(Exception):
     param: str | None = None
     retry_after: int | None = None
 
+    def __reduce__(self) -> tuple[type[ApiError], tuple[Any, ...]]:
+        """An exception is copied by its positional arguments, and these may have been named."""
+        return ApiError, (self.status, self.message, self.code, self.param, self.retry_after)
+
     @property
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")

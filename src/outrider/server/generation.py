@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -13,15 +12,15 @@ from typing import Any
 
 from fastapi import Request as HttpRequest
 
-from outrider.engine.request import Request
-from outrider.llm import LLM, Prompt
-from outrider.outputs import CompletionOutput
+from outrider.prompts import Prompt, Prompts
 from outrider.sampling_params import Guided, SamplingParams, Speculation
-from outrider.server.engine_thread import EngineThread
+from outrider.server.engine_client import Asked, EngineClient
 from outrider.server.errors import ApiError, bad_request, clean
-from outrider.server.job import Job, Piece
+from outrider.server.job import Job
 from outrider.server.parsers import ParserNames
+from outrider.server.protocol import Piece
 from outrider.server.schema import Generation
+from outrider.tokenizer import Tokenizer
 
 PREPARATION_SECONDS = 30.0  # for the chat template and the tokenizer
 _SHARED = {each.name for each in fields(SamplingParams)} & set(Generation.model_fields) - {"prediction"}
@@ -31,11 +30,15 @@ _SHARED = {each.name for each in fields(SamplingParams)} & set(Generation.model_
 class Service:
     """What the routes work with."""
 
-    llm: LLM
-    engine: EngineThread
+    prompts: Prompts
+    engine: EngineClient
     model_name: str
     created: int
     parsers: ParserNames
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.prompts.tokenizer
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
@@ -50,23 +53,28 @@ class Service:
         except RecursionError:
             raise bad_request("the request is nested too deeply") from None
         except ValueError as error:
-            raise bad_request(clean(str(error), {str(self.llm.config.model): self.model_name})) from error
+            raise bad_request(clean(str(error), {self.engine.model.origin: self.model_name})) from error
 
     async def submit(self, body: Generation, prompts: Sequence[Callable[[], Prompt]], params: SamplingParams) -> Job:
         """The job, accepted by the engine. Prompts are made here, after it is known that there is room for them."""
         self.engine.check_room(len(prompts) * params.n)
 
-        def make() -> list[Request]:
-            groups = [self.llm.requests_for(prompt(), params, number) for number, prompt in enumerate(prompts)]
-            return [request for group in groups for request in group]
+        def make() -> list[Asked]:
+            return [self._asked(prompt(), params, f"prompt {number}") for number, prompt in enumerate(prompts)]
 
         begin = time.monotonic()
         seconds = min(body.timeout or self.engine.limits.deadline, self.engine.limits.deadline)
-        requests = await self.prepare(make)
-        job = Job(f"{secrets.token_hex(12)}", requests, begin + seconds, streams=body.stream, submitted=begin)
-        self.engine.submit(job)
+        asked = await self.prepare(make)
+        job = self.engine.submit(asked, begin + seconds, begin, streams=body.stream)
         await job.accepted()
         return job
+
+    def _asked(self, prompt: Prompt, params: SamplingParams, name: str) -> Asked:
+        ids = self.prompts.ids(prompt, name)
+        self.prompts.check(ids, name)
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):  # the engine knows what an image takes
+            return Asked(ids, prompt, params)
+        return Asked(ids, ids, self.prompts.settled(params, ids))
 
 
 def sampling_params(
@@ -132,26 +140,29 @@ async def aborting(http: HttpRequest, service: Service, job: Job) -> AsyncIterat
         service.engine.abort(job)
 
 
-async def finished(http: HttpRequest, service: Service, job: Job) -> list[CompletionOutput]:
-    """All of it, in order."""
-    outputs: dict[int, CompletionOutput] = {}
+async def finished(http: HttpRequest, service: Service, job: Job) -> list[Piece]:
+    """All of it, in order. A job that does not stream has one piece for each sequence."""
+    outputs: dict[int, Piece] = {}
     async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
         async for piece in pieces:
-            if piece.final is not None:
-                outputs[piece.index] = piece.final
+            outputs[piece.index] = piece
     return [outputs[index] for index in sorted(outputs)]
+
+
+def speculations_of(pieces: Sequence[Piece]) -> list[Speculation]:
+    """Of the sequences that have ended with these."""
+    return [piece.ending.speculation for piece in pieces if piece.ending is not None]
 
 
 def usage(job: Job, num_generated: int) -> dict[str, Any]:
     prompts = job.num_prompt_tokens
-    cached = {id(request.prompt): request.num_cached for request in reversed(job.requests)}
-    accepted = sum(request.num_predicted_accepted for request in job.requests)
-    rejected = sum(request.num_predicted for request in job.requests) - accepted
+    accepted = sum(count.num_predicted_accepted for count in job.counts.values())
+    rejected = sum(count.num_predicted for count in job.counts.values()) - accepted
     return {
         "prompt_tokens": prompts,
         "completion_tokens": num_generated,
         "total_tokens": prompts + num_generated,
-        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+        "prompt_tokens_details": {"cached_tokens": job.num_cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": rejected,
@@ -181,7 +192,7 @@ def metrics_of(speculations: Sequence[Speculation]) -> dict[str, Any] | None:
     }
 
 
-def extras(service: Service, body: Generation, made: Piece | CompletionOutput) -> dict[str, Any]:
+def extras(service: Service, body: Generation, made: Piece) -> dict[str, Any]:
     if not body.return_token_ids:
         return {}
     begin = made.text_ends[-1] - len(made.text) if made.text_ends else 0
@@ -190,12 +201,12 @@ def extras(service: Service, body: Generation, made: Piece | CompletionOutput) -
         "token_texts": [made.text[a - begin : b - begin] for a, b in pairwise([begin, *made.text_ends])],
         "draft_positions": list(made.draft_positions),
     }
-    if body.return_drafts and isinstance(made, Piece):
+    if body.stream and made.draft is not None:
         accepted = sum(position > 0 for position in made.draft_positions)
         found["draft"] = {"token_ids": made.draft, "token_texts": _spelt(service, made.draft), "accepted": accepted}
     return found
 
 
 def _spelt(service: Service, tokens: Sequence[int]) -> list[str]:
-    tokenizer = service.llm.tokenizer
+    tokenizer = service.tokenizer
     return [tokenizer.token(token) if tokenizer is not None else "" for token in tokens]

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.server.engine_thread import EngineThread
+from outrider.server.engine_client import EngineClient
 
 Verdict = tuple[int, dict[str, Any]]
 
 
-def live(engine: EngineThread) -> Verdict:
+def live(engine: EngineClient) -> Verdict:
     return _verdict(engine.is_alive, "alive", "the engine has ended")
 
 
-def ready(engine: EngineThread) -> Verdict:
+def ready(engine: EngineClient) -> Verdict:
     if not engine.is_alive:
         return live(engine)
     status, body = _verdict(not engine.draining, "ready", "shutting down")
@@ -23,7 +23,7 @@ def ready(engine: EngineThread) -> Verdict:
     return status, body
 
 
-def decode(engine: EngineThread) -> Verdict:
+def decode(engine: EngineClient) -> Verdict:
     if not engine.is_alive:
         return live(engine)
     status, body = _verdict(not engine.is_stalled, "decoding" if engine.num_sequences else "idle", "stalled")

@@ -3,16 +3,12 @@ A whole message is the sum of its deltas, so streamed and whole answers cannot d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from outrider.engine.grammar import PROMPT_TAIL
-from outrider.engine.request import Request
-from outrider.llm import LLM
-from outrider.outputs import CompletionOutput
-from outrider.server.job import Piece
+from outrider.sampling_params import PROMPT_TAIL
 from outrider.server.parsers import (
     AnswerParser,
     Event,
@@ -25,6 +21,8 @@ from outrider.server.parsers import (
     answer_parser,
     merged,
 )
+from outrider.server.protocol import Piece
+from outrider.tokenizer import Tokenizer
 
 Delta = dict[str, Any]
 
@@ -43,11 +41,11 @@ class Reading:
 class MessageReader:
     """Makes deltas of one answer's text as it comes, token by token, so that no way of cutting it matters."""
 
-    def __init__(self, llm: LLM, reading: Reading, request: Request) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, reading: Reading, prompt_ids: Sequence[int]) -> None:
         self._reading = reading
         prompt = ""
-        if llm.tokenizer is not None:
-            prompt = llm.tokenizer.decode(request.prompt[-PROMPT_TAIL:], skip_special_tokens=False)
+        if tokenizer is not None:
+            prompt = tokenizer.decode(prompt_ids[-PROMPT_TAIL:], skip_special_tokens=False)
         options = ToolOptions(frozenset(reading.tools), reading.tools)
         self._parser: AnswerParser = answer_parser(reading.names, prompt, options)
         self._has_calls = False
@@ -58,7 +56,7 @@ class MessageReader:
         """Whether reasoning is told apart from the rest."""
         return self._reading.names.reasoning is not None
 
-    def read(self, made: Piece | CompletionOutput, reason: str | None) -> tuple[list[Delta], str | None]:
+    def read(self, made: Piece, reason: str | None) -> tuple[list[Delta], str | None]:
         """Deltas, and why the answer ended, as OpenAI has it; `reason` is the engine's, None before the end."""
         if self._parser.is_plain:  # most answers: nothing to be told apart, and no need to go token by token
             return [{"content": made.text}] if made.text else [], reason

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from outrider.engine.engine import Engine
 from outrider.engine.watchdog import Counts, Watchdog, context_bucket
-from outrider.server.job import Job
 from outrider.server.tally import Tally
+from outrider.server.task import Task
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _LENGTHS = tuple(range(1, 17))  # tokens a round
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
-@dataclass(frozen=True)
-class Round:
-    """Drafting of one sequence in one step."""
-
-    num_rounds: int
-    drafted_at: list[int]  # by place in the draft
-    accepted_at: list[int]
-    context_len: int
-
-
 class Metrics:
-    """Written by the engine's thread, read by anyone."""
+    """Of the engine. Written by the thread that runs it, read by any."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -61,7 +50,6 @@ class Metrics:
         self._output_len = self._histogram("vllm:request_generation_tokens", "Tokens of an answer", _COUNTS)
         self._max_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens, where it was given", _COUNTS)
         self._n = self._histogram("vllm:request_params_n", "Answers asked for", _COUNTS)
-        self._refused = self._counter("outrider:requests_refused", "Requests there was no room for", "reason")
         self._steps = tally.spread("outrider:step_seconds", "One step of the engine", _SECONDS)
         self._drafts = tally.count("vllm:spec_decode_num_drafts", "Rounds that had a draft")
         self._draft_tokens = tally.count("vllm:spec_decode_num_draft_tokens", "Tokens drafted")
@@ -153,43 +141,37 @@ class Metrics:
     def generated(self, count: int) -> None:
         self._generated.add(count)
 
-    def drafted(self, made: Round) -> None:
-        accepted, drafted = sum(made.accepted_at), sum(made.drafted_at)
-        self._drafts.add(made.num_rounds)
-        self._draft_tokens.add(drafted)
-        self._accepted.add(accepted)
-        if made.num_rounds == 1:  # as always, but where a step had broken
-            self._accept_length.add(1 + accepted)
-        for figure, counts in ((self._drafted_at, made.drafted_at), (self._accepted_at, made.accepted_at)):
-            for position, count in enumerate(counts):
-                if count:
-                    figure.add_to(str(position), count)
-        context = context_bucket(made.context_len)
-        self._drafts_by.add_to(context, made.num_rounds)
-        self._drafted_by.add_to(context, drafted)
-        self._accepted_by.add_to(context, accepted)
+    def drafted(self, num_drafted: int, num_accepted: int, context_len: int) -> None:
+        """One round of one sequence that had a draft."""
+        self._drafts.add(1)
+        self._draft_tokens.add(num_drafted)
+        self._accepted.add(num_accepted)
+        self._accept_length.add(1 + num_accepted)
+        for position in range(num_drafted):
+            self._drafted_at.add_to(str(position), 1)
+        for position in range(num_accepted):
+            self._accepted_at.add_to(str(position), 1)
+        context = context_bucket(context_len)
+        self._drafts_by.add_to(context, 1)
+        self._drafted_by.add_to(context, num_drafted)
+        self._accepted_by.add_to(context, num_accepted)
 
-    def job_ended(self, job: Job, outcome: str, seconds: float) -> None:
+    def task_ended(self, task: Task, outcome: str, seconds: float) -> None:
         self._ended.labels(self._model, outcome).inc()
-        self._prompt_tokens.inc(job.num_prompt_tokens)
+        self._prompt_tokens.inc(task.num_prompt_tokens)
         self._whole.observe(seconds)
-        self._prompt_len.observe(job.num_prompt_tokens)
-        self._n.observe(job.requests[0].params.n)
-        num_outputs = sum(request.num_outputs for request in job.requests)
-        self._output_len.observe(num_outputs)
-        max_tokens = job.requests[0].params.max_tokens
-        if max_tokens is not None:
-            self._max_tokens.observe(max_tokens)
-        if job.started is not None and job.first_token is not None:
-            end = job.submitted + seconds
-            self._prefill.observe(job.first_token - job.started)
-            self._decode.observe(end - job.first_token)
-            self._inference.observe(end - job.started)
-            if num_outputs > len(job.requests):
-                self._per_token.observe((end - job.first_token) / (num_outputs - len(job.requests)))
-
-    def refused(self, reason: str) -> None:
-        self._refused.labels(self._model, reason).inc()
+        self._prompt_len.observe(task.num_prompt_tokens)
+        self._n.observe(task.n)
+        self._output_len.observe(task.num_outputs)
+        if task.max_tokens is not None:
+            self._max_tokens.observe(task.max_tokens)
+        if task.started is not None and task.first_token is not None:
+            end = task.submitted + seconds
+            self._prefill.observe(task.first_token - task.started)
+            self._decode.observe(end - task.first_token)
+            self._inference.observe(end - task.started)
+            if task.num_outputs > len(task.requests):
+                self._per_token.observe((end - task.first_token) / (task.num_outputs - len(task.requests)))
 
     # making them
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of Prometheus
+
 
 class Count:
     """A counter; with a label, one for each of its values."""

@@ -13,8 +13,9 @@ from running import Running, Serve, wait_for
 
 from outrider import LLM
 from outrider.engine.request import Request
-from outrider.server import engine_thread
-from outrider.server.engine_thread import EngineThread, Limits
+from outrider.server import engine_loop
+from outrider.server.engine_client import Limits
+from outrider.server.engine_loop import EngineLoop
 
 MESSAGES = [{"role": "user", "content": "Tell me about walking in nature."}]
 LONG = {"messages": MESSAGES, "temperature": 0, "max_tokens": 1500, "ignore_eos": True}
@@ -196,22 +197,22 @@ def _die_before_the_loop(patch: pytest.MonkeyPatch, llm: LLM) -> None:
     def killed(device: Any) -> None:
         raise Killed
 
-    patch.setattr(engine_thread, "_make_current", killed)
+    patch.setattr(engine_loop, "_make_current", killed)
 
 
 def _die_in_the_loop(patch: pytest.MonkeyPatch, llm: LLM) -> None:
-    def killed(self: EngineThread) -> None:
+    def killed(self: EngineLoop) -> None:
         if self._sequences:
             raise Killed
 
-    patch.setattr(EngineThread, "_expire", killed)
+    patch.setattr(EngineLoop, "_expire", killed)
 
 
 def _die_while_jobs_are_taken(patch: pytest.MonkeyPatch, llm: LLM) -> None:
-    def killed(self: EngineThread, job: Any) -> None:
+    def killed(self: EngineLoop, asked: Any, made: Any) -> None:
         raise Killed
 
-    patch.setattr(EngineThread, "_take", killed)
+    patch.setattr(EngineLoop, "_take", killed)
 
 
 def _die_in_a_step(patch: pytest.MonkeyPatch, llm: LLM) -> None:
@@ -281,7 +282,7 @@ def test_a_step_that_fails_before_anyone_is_admitted(
             raise RuntimeError("secret detail")
 
         patch.setattr(llm.engine.scheduler, "next", broken)
-        codes = {running.post(PATH, SHORT).status_code for _ in range(engine_thread.BROKEN_AFTER + 1)}
+        codes = {running.post(PATH, SHORT).status_code for _ in range(engine_loop.BROKEN_AFTER + 1)}
         assert codes == {500, 503}
         assert running.engine.is_dead
-    assert caplog.text.count("secret detail") < 4 * engine_thread.BROKEN_AFTER
+    assert caplog.text.count("secret detail") < 4 * engine_loop.BROKEN_AFTER

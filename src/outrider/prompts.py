@@ -1,0 +1,109 @@
+"""Prompts as token ids, and what a request asks for in text as token ids too, checked for one vocabulary and one
+context. Text and numbers alone: no model is needed, and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from outrider.chat_template import ChatOptions, Messages, pictures_of
+from outrider.sampling_params import SamplingParams
+from outrider.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+TAIL = 8  # tokens of a prompt on which the spelling of what follows may depend
+
+
+class Prompts:
+    """Of one model. `origin` is what errors call it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int, origin: str) -> None:
+        self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
+        self._origin = origin
+
+    def of_chat(self, messages: Messages, options: ChatOptions | None = None) -> dict[str, Any]:
+        """A conversation as a prompt, through the checkpoint's chat template."""
+        tokenizer = self.tokenizer_for("a chat")
+        plain, pictures = pictures_of(messages)
+        text = tokenizer.chat(plain, options)
+        if pictures:
+            return {"prompt": text, "multi_modal_data": {"image": pictures}, "add_special_tokens": False}
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def ids(self, prompt: Prompt, name: str) -> list[int]:
+        """The tokens of a prompt without images, not yet checked."""
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return list(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise ValueError(f'{name} is a mapping without "prompt" or "prompt_token_ids": {sorted(prompt)}')
+            return self.ids(prompt["prompt"], name)
+        return self.tokenizer_for(name).encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def check(self, ids: Sequence[int], name: str) -> None:
+        """That a prompt's tokens are some, and that they leave room for an answer."""
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens; with at least one to generate, the context of {self.max_model_len} "
+                "is exceeded: shorten it, or raise max_model_len"
+            )
+        self.check_ids(ids, name)
+
+    def check_ids(self, ids: Sequence[int], name: str) -> None:
+        if not ids:
+            raise ValueError(f"{name} is empty: give at least one token")
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size:  # quick for the longest
+            return
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                raise ValueError(f"{name} holds {token!r}, which is no token id: ids are 0..{self.vocab_size - 1}")
+
+    def settled(self, params: SamplingParams, ids: Sequence[int]) -> SamplingParams:
+        """What a request asks for after this prompt, checked, with everything that was given as text in tokens."""
+        if params.stop_strings:
+            self.tokenizer_for("a stop string")
+        given = [*(params.logit_bias or {}), *(params.allowed_token_ids or []), *params.stop_token_ids]
+        self.check_ids(given or [0], "logit_bias, allowed_token_ids or stop_token_ids")
+        if params.bad_words:
+            params = replace(params, bad_words=self._bad_words(params))
+        if params.prediction and params.num_speculative_tokens != 0:
+            params = replace(params, prediction=self._predicted(params.prediction, ids))
+        return params
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Every way a bad word may be spelt in tokens: at the start of a text, and after a space."""
+        words: list[list[int]] = []
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                self.check_ids(list(word), "bad_words")
+                words.append(list(word))
+                continue
+            tokenizer = self.tokenizer_for("a bad word given as text")
+            for text in (word, " " + word.lstrip()):
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in words:
+                    words.append(ids)
+        return words
+
+    def _predicted(self, given: str | Sequence[int], prompt: Sequence[int]) -> list[int]:
+        """The tokens in which the target would write what is predicted, right after the prompt."""
+        if isinstance(given, str):
+            return tokens_after(prompt, given, self.tokenizer_for("a prediction given as text"))
+        self.check_ids(given, "prediction")
+        return list(given)
+
+    def tokenizer_for(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer, and {self._origin} has none: give prompt_token_ids instead")
+        return self.tokenizer
+
+
+def tokens_after(prompt: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:
+    """A text as it is spelt right after a prompt: some tokenizers begin a text of its own with a space."""
+    tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
+    before = tokenizer.encode(tail, add_special_tokens=False)
+    both = tokenizer.encode(tail + text, add_special_tokens=False)
+    if both[: len(before)] == before:
+        return both[len(before) :]
+    return tokenizer.encode(text, add_special_tokens=False)  # the two melt into one token, which cannot be said now

@@ -1,0 +1,210 @@
+"""Where the engine runs: in a process of its own, as `outrider serve` has it, or in a thread of this one, where tests
+reach into it. Either way the front has a link to it, and the same messages go both ways."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.options import EngineOptions
+from outrider.server.link import Link
+from outrider.server.log import log_to_stderr
+from outrider.server.protocol import Loading, Located, NotOpened, Opened
+
+if TYPE_CHECKING:  # they import torch, which the front does without
+    from outrider.llm import LLM
+
+OnProgress = Callable[[str, int, int], None]
+IGNORED = (signal.SIGINT, signal.SIGTERM)
+END_SECONDS = 10.0  # that the engine has after it was told to end
+SWITCH_SECONDS = 0.0005  # that a thread beside the engine's may keep the interpreter
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What is to be opened."""
+
+    options: EngineOptions
+    settings: dict[str, Any]  # of EngineConfig, beside them
+    watchdog: bool
+    model_name: str  # what clients call it
+    shows_progress: bool = False
+
+
+class ProcessHost:
+    """A process that opens the engine and then runs it. It ends with this one, however this one ends."""
+
+    def __init__(self, opening: Opening) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self.process = context.Process(target=_main, args=(theirs, opening), name="outrider-engine")
+        with _undisturbed():
+            self.process.start()
+        theirs.close()  # so that the end of the process is the end of the link
+        self.link = Link(ours)
+
+    def opened(self, progress: OnProgress | None, on_located: Callable[[Path], None]) -> Opened:
+        """Waits until the engine is ready. `on_located` hears where the target's files are, while weights are read."""
+        while True:
+            try:
+                message = self.link.receive()
+            except (EOFError, OSError):
+                raise ValueError(f"{self.why_ended()} while it was loading: is there enough memory?") from None
+            if isinstance(message, Opened):
+                return message
+            if isinstance(message, Located):
+                on_located(Path(message.path))
+            elif isinstance(message, Loading):
+                if progress is not None:
+                    progress(message.what, message.done, message.total)
+            else:
+                assert isinstance(message, NotOpened), message
+                _raise(message)
+
+    def why_ended(self) -> str:
+        self.process.join(1)
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return f"the engine's process was ended by {signal.Signals(-code).name}"
+        return f"the engine's process has ended with status {code}"
+
+    def close(self) -> None:
+        """Waits for its end, or sees to it."""
+        self.link.close()
+        self.process.join(END_SECONDS)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def kill(self) -> None:
+        """Now."""
+        self.process.kill()
+        self.close()
+
+    def __enter__(self) -> ProcessHost:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self.kill()
+        else:
+            self.close()
+
+
+def _raise(failure: NotOpened) -> None:
+    if failure.is_fault:  # as if it had happened here
+        sys.stderr.write(failure.trace)
+        raise SystemExit(1)
+    raise ValueError(failure.message)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A signal to all processes of a terminal or a service must not end the engine under running requests: the front
+    decides. A process that is started meanwhile does not heed them from its first moment on; here, they come later."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+
+
+# in the process
+
+
+def _main(connection: Connection, opening: Opening) -> None:
+    for each in IGNORED:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+    os.set_inheritable(connection.fileno(), False)  # whatever is started here must not keep the link open
+    threading.Thread(target=_end_with_parent, name="outrider-parent", daemon=True).start()
+    link, status = Link(connection), 1
+    try:
+        llm = _open(opening, link)
+        if llm is not None:
+            status = _run(llm, link, opening.model_name)
+    finally:
+        link.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # nothing is left to tidy up, and a thread that compiles a grammar is not waited for
+
+
+def _end_with_parent() -> None:
+    """However it ends, and whatever is under way here: there is nobody left to work for."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _open(opening: Opening, link: Link) -> LLM | None:
+    def progress(what: str, done: int, total: int) -> None:
+        link.send(Loading(what, done, total))
+
+    try:
+        from outrider.config import WatchdogConfig
+        from outrider.engine.checkpoint import open_checkpoint
+        from outrider.llm import LLM
+
+        watchdog = WatchdogConfig() if opening.watchdog else None
+        config = opening.options.config(**opening.settings, watchdog=watchdog)
+        checkpoint = open_checkpoint(config.model)
+        checkpoint.close()
+        link.send(Located(str(checkpoint.path)))
+        llm = LLM.from_config(config, progress if opening.shows_progress else None)
+        llm.warm_up()
+        return llm
+    except BaseException as error:
+        is_fault = not isinstance(error, ValueError | OSError)
+        link.send(NotOpened(str(error), is_fault, "".join(traceback.format_exception(error))))
+        return None
+
+
+def _run(llm: LLM, link: Link, model_name: str) -> int:
+    from outrider.server.engine_loop import EngineLoop, opened
+
+    log_to_stderr()
+    # Whoever prepares a request beside the engine's thread must not keep the interpreter long: the engine lets go of it
+    # at every launch, and would wait so long to have it back.
+    sys.setswitchinterval(SWITCH_SECONDS)
+    loop = EngineLoop(llm, link, model_name)
+    link.send(opened(llm))
+    return 0 if loop.run() else 1
+
+
+# in a thread
+
+
+class ThreadHost:
+    """An engine of this process, run by a thread."""
+
+    def __init__(self, llm: LLM, model_name: str) -> None:
+        from outrider.server.engine_loop import EngineLoop, opened
+
+        ours, theirs = multiprocessing.Pipe()
+        self.link, self._theirs = Link(ours), Link(theirs)
+        self.loop, self.model = EngineLoop(llm, self._theirs, model_name), opened(llm)
+        self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.loop.run()
+        self._theirs.close()
+
+    def why_ended(self) -> str:
+        return "the engine's thread has ended"
+
+    def close(self) -> None:
+        self.link.close()
+        self._thread.join(END_SECONDS)
