@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,23 +18,22 @@ from outrider.engine.drafting import Drafting
 from outrider.engine.flight import Flight, to_host, wants_logprobs, wants_prompt_logprobs
 from outrider.engine.governor import Governor
 from outrider.engine.grammar import Grammars, Guide
-from outrider.engine.graphs import NUM_ROWS, Graphs, Result
+from outrider.engine.graphs import NUM_ROWS, Graphs
+from outrider.engine.guidance import guidance_of
 from outrider.engine.logprobs import add_prompt_logprobs, logprob_table
 from outrider.engine.memory import Budget
 from outrider.engine.pages import PagePool
 from outrider.engine.policy import DepthPolicy, FixedDepth
 from outrider.engine.request import Request, Work
+from outrider.engine.round import EagerRound, Round, RoundParts
 from outrider.engine.runner import Runner, exact_shape
-from outrider.engine.sampler import Masks, sample
 from outrider.engine.scheduler import Limits, Plan, Scheduler
-from outrider.engine.verify import synthetic_choice
 from outrider.engine.watchdog import Watchdog
 from outrider.kernels.dispatch import has_triton
-from outrider.kernels.round import judge, write_outcome
 from outrider.models.base import Target
 from outrider.sampling_params import Guided, SamplingParams
 from outrider.tokenizer import Tokenizer
-from outrider.types import Hidden, Outcome, Step
+from outrider.types import Outcome, RoundShape
 
 MAX_FLYING = 2  # rounds under way on a GPU: one runs, the next is already queued
 WARM_UP_LENGTHS = (2, 6, 12, 24, 48, 200)  # few rows, some, many: each have kernels of their own
@@ -72,9 +71,9 @@ class Engine:
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages))
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = _watchdog(config, drafter)
-        self.drafting = Drafting(drafter, depth_policy(config.speculative, self.lookahead), self.runner)
         settings = config.speculative
-        self._synthetic_length = settings.synthetic_acceptance_length if settings is not None else None
+        drafting = Drafting(drafter, depth_policy(settings, self.lookahead), self.runner)
+        self._round = Round(target, drafting, settings.synthetic_acceptance_length if settings is not None else None)
         self._graphs = Graphs(self.runner, self._round, config.max_num_seqs) if records(config) else None
         self._max_flying = 1 if config.torch_device.type == "cpu" and self._graphs is None else MAX_FLYING
         self._flights: deque[Flight] = deque()
@@ -135,20 +134,21 @@ class Engine:
             self.drafting.plan_rest(work)
         else:
             self.drafting.catch_up([each.request for each in work])
-        shape, hidden = exact_shape(work, depth, rests=rests), None
-        fitted = self._graphs.fitted(work, shape) if self._graphs is not None and self._is_recordable(work) else None
-        if self._graphs is not None and fitted is not None:
-            shape, result = fitted, self._graphs.launch(work, fitted)
-        else:
-            step = self.runner.pack(work, shape)
-            result, hidden = self._round_and_hidden(step, lambda: self._masks(work, step))
-        outcomes, landed = to_host(result.outcomes)
-        logits = result.logits if wants_logprobs(work) else None
-        if logits is not None and fitted is not None:  # the next replay writes over it
-            logits = logits.clone()
-        return Flight(
-            work, shape, begin, outcomes, landed, logits, hidden if wants_prompt_logprobs(work) else None
-        )  # fmt: skip
+        parts, shape = self._parts(work, exact_shape(work, depth, rests=rests))
+        parts.forward()
+        logits = parts.logits.clone() if wants_logprobs(work) else None  # later parts, or rounds, write over them
+        parts.choose(guidance_of(work, shape, 1 + max(shape.max_drafts, shape.depth)))
+        outcomes, landed = to_host(parts.draft())
+        hidden = parts.hidden if wants_prompt_logprobs(work) else None
+        return Flight(work, shape, begin, outcomes, landed, logits, hidden)
+
+    def _parts(self, plan: Sequence[Work], shape: RoundShape) -> tuple[RoundParts, RoundShape]:
+        """How a round is done: from recordings where it can be, step by step otherwise; and its sizes then."""
+        if self._graphs is not None and self._is_recordable(plan):
+            fitted = self._graphs.fitted(plan, shape)
+            if fitted is not None:
+                return self._graphs.round(plan, fitted), fitted
+        return EagerRound(self._round, self.runner.pack(plan, shape)), shape
 
     def _is_recordable(self, plan: Sequence[Work]) -> bool:
         """What the host must decide in every round, or look at afterwards, cannot be recorded."""
@@ -159,23 +159,6 @@ class Engine:
             or work.request.has_images_after(work.end - work.num_rows)
             for work in plan
         )
-
-    def _round(self, step: Step) -> Result:
-        return self._round_and_hidden(step)[0]
-
-    def _round_and_hidden(
-        self, step: Step, masks: Callable[[], Masks | None] = lambda: None
-    ) -> tuple[Result, Hidden]:  # fmt: skip
-        """The round, recorded or not: nothing in it waits for the device. `masks` says what grammars allow; it is asked
-        while the target is at work."""
-        hidden = self.target(step.batch, self.drafting.taps)
-        logits = self.target.logits(hidden.last[step.judged])
-        choice = sample(logits, step.sampling, step.batch, step.judged, step.state, masks())
-        if self._synthetic_length is not None:
-            choice = synthetic_choice(choice, step, self._synthetic_length)
-        verdict = judge(step, choice)
-        draft = self.drafting.draft(step, hidden, verdict)
-        return Result(write_outcome(step, verdict, draft), logits), hidden
 
     def _land(self, flight: Flight) -> list[Request]:
         """The outcome of a round reaches the requests that are still there."""
@@ -213,21 +196,6 @@ class Engine:
             places += [(request.slot, place, page) for place, page in new]
             request.num_placed = len(request.pages)
         self.cache.place_pages(places)
-
-    def _masks(self, plan: Sequence[Work], step: Step) -> Masks | None:
-        """What grammars allow after each judged row; the target is still at work on the device meanwhile. Which drafts
-        a guided request has is known, as nothing of it is under way; how many the others have, the device knows."""
-        places: list[tuple[int, int]] = []  # number in the plan, judged row of that request
-        bits: list[Tensor] = []
-        for number, work in enumerate(plan):
-            if work.emits and work.request.guide is not None:
-                for place, mask in work.request.guide.masks(work.request.draft[: work.allowed]):
-                    places.append((number, place))
-                    bits.append(mask)
-        if not places:
-            return None
-        requests, offsets = self.cache.upload(torch.tensor(places)).unbind(1)
-        return Masks(step.judged_start[requests] + offsets, self.cache.upload(torch.stack(bits)))
 
     def _settle(self, work: Work, outcome: Outcome, logits: Tensor | None) -> None:
         """What a round brought reaches its request; logits [J, V] of the judged rows."""
@@ -279,6 +247,10 @@ class Engine:
     # beside the steps
 
     @property
+    def drafting(self) -> Drafting:
+        return self._round.drafting
+
+    @property
     def drafter(self) -> Drafter | None:
         return self.drafting.drafter
 
@@ -287,12 +259,12 @@ class Engine:
         """For a while another drafter drafts, which shares the cached layers of the engine's own, or another policy
         says how much."""
         assert not self.has_work, "the drafter of an engine at work cannot be changed"
-        before, self.drafting = self.drafting, Drafting(drafter, policy, self.runner)
+        before, self._round.drafting = self.drafting, Drafting(drafter, policy, self.runner)
         self.drafting.predicting = before.predicting
         try:
             yield
         finally:
-            self.drafting = before
+            self._round.drafting = before
 
     @torch.inference_mode()
     def warm_up(self) -> None:

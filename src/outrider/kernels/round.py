@@ -40,20 +40,73 @@ class Layout:
     judged: Tensor  # [L]
     judged_start: Tensor  # [B + 1] int32
 
+    @classmethod
+    def empty(cls, shape: RoundShape, page_table: Tensor) -> Layout:
+        """Room for a round of these sizes, for requests with rows in this page table."""
 
-def lay_out(seats: Seats, shape: RoundShape, state: SlotState, pages: tuple[Tensor, int], *, missed: bool) -> Layout:
+        def new(*size: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return page_table.new_empty(size, dtype=dtype)
+
+        count, total = shape.num_seats, shape.num_rows
+        return cls(
+            rows=Rows(new(count + 1, dtype=torch.int32), *(new(total) for _ in range(5))),
+            page_table=new(count, page_table.shape[1], dtype=page_table.dtype),
+            starts=new(count),
+            num_rows=new(count),
+            num_drafts=new(count),
+            emits=new(count, dtype=torch.bool),
+            judged=new(shape.num_judged),
+            judged_start=new(count + 1, dtype=torch.int32),
+        )
+
+    def within(self, shape: RoundShape) -> Layout:
+        """The first part of this room, for a smaller round."""
+        count, total, rows = shape.num_seats, shape.num_rows, self.rows
+        whole = (rows.input_ids, rows.indices, rows.request, rows.row_slots, rows.locations)
+        return Layout(
+            rows=Rows(rows.query_start[: count + 1], *(each[:total] for each in whole)),
+            page_table=self.page_table[:count],
+            starts=self.starts[:count],
+            num_rows=self.num_rows[:count],
+            num_drafts=self.num_drafts[:count],
+            emits=self.emits[:count],
+            judged=self.judged[: shape.num_judged],
+            judged_start=self.judged_start[: count + 1],
+        )
+
+    def copy_from(self, other: Layout) -> Layout:
+        for name, value in vars(other).items():
+            if name != "rows":
+                vars(self)[name].copy_(value)
+        for name, value in vars(other.rows).items():
+            vars(self.rows)[name].copy_(value)
+        return self
+
+
+def lay_out(
+    seats: Seats,
+    shape: RoundShape,
+    state: SlotState,
+    pages: tuple[Tensor, int],
+    *,
+    missed: bool = False,
+    out: Layout | None = None,
+) -> Layout:
     """Every seat's rows: known tokens from where its cache ends, then as many drafts as there are and may be judged.
-    `pages`: the page table [S, M] and the page size. `missed`: the rows that the drafter has not seen yet instead."""
+    `pages`: the page table [S, M] and the page size. `missed`: the rows that the drafter has not seen yet instead.
+    `out`: where to put them."""
     if use_triton(seats.slots):
         from outrider.kernels.gpu import round as gpu
 
-        return gpu.lay_out(seats, shape, state, pages, missed=missed)
+        return gpu.lay_out(seats, shape, state, pages, missed=missed, out=out)
     if use_native_round(seats.slots):
         start, *rows, starts, num_rows, num_drafts, emits, judged, judged_start, table = native_round.lay_out(
             seats, shape, state, pages, missed=missed
         )
-        return Layout(Rows(start, *rows), table, starts, num_rows, num_drafts, emits, judged, judged_start)
-    return lay_out_reference(seats, shape, state, pages, missed=missed)
+        found = Layout(Rows(start, *rows), table, starts, num_rows, num_drafts, emits, judged, judged_start)
+    else:
+        found = lay_out_reference(seats, shape, state, pages, missed=missed)
+    return found if out is None else out.copy_from(found)
 
 
 def lay_out_reference(
@@ -108,16 +161,20 @@ def agree(choice: Tensor, draft: Tensor, num_drafts: Tensor) -> Tensor:
     return same.long().cumprod(dim=1).sum(dim=1)
 
 
-def judge(step: Step, choice: Tensor) -> Verdict:
+def judge(step: Step, choice: Tensor, out: Verdict | None = None) -> Verdict:
     """Verification by agreement: a draft token stands if and only if it is the token the target chooses itself. What
-    stands is committed: tokens are appended, lengths move. choice [L]: the target's token after each judged row."""
+    stands is committed: tokens are appended, lengths move. choice [L]: the target's token after each judged row.
+    `out`: where to put the verdict."""
     if use_triton(choice):
         from outrider.kernels.gpu import round as gpu
 
-        return gpu.judge(step, choice)
-    if use_native_round(choice):
-        return native_round.judge(step, choice)
-    return judge_reference(step, choice)
+        return gpu.judge(step, choice, out)
+    found = native_round.judge(step, choice) if use_native_round(choice) else judge_reference(step, choice)
+    if out is None:
+        return found
+    for name, value in vars(found).items():
+        vars(out)[name].copy_(value)
+    return out
 
 
 def judge_reference(step: Step, choice: Tensor) -> Verdict:

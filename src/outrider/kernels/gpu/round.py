@@ -95,28 +95,28 @@ def _lay_out(
         tl.store(judged + at, row.to(tl.int64), mask=at < num_judged)
 
 
-def lay_out(seats: Seats, shape: RoundShape, state: SlotState, pages: tuple[Tensor, int], *, missed: bool) -> Layout:
+def lay_out(
+    seats: Seats,
+    shape: RoundShape,
+    state: SlotState,
+    pages: tuple[Tensor, int],
+    *,
+    missed: bool = False,
+    out: Layout | None = None,
+) -> Layout:
     page_table, page_size = pages
     slots, count, total = seats.slots, shape.num_seats, shape.num_rows
     early, block_b = launch.early(slots), triton.next_power_of_2(count)
-    rows, starts, num_rows, num_drafts = _new_rows(slots, total), *(slots.new_empty(count) for _ in range(3))
-    layout = Layout(
-        rows=rows,
-        page_table=page_table.new_empty(count, page_table.shape[1]),
-        starts=starts,
-        num_rows=num_rows,
-        num_drafts=num_drafts,
-        emits=slots.new_empty(count, dtype=torch.bool),
-        judged=slots.new_empty(shape.num_judged),
-        judged_start=slots.new_empty(count + 1, dtype=torch.int32),
-    )
+    layout = Layout.empty(shape, page_table) if out is None else out
+    rows = layout.rows
     block = _rows_per_program(block_b)
     _lay_out[(max(triton.cdiv(total, block), triton.cdiv(shape.num_judged, block), count), 2)](
         slots, seats.pending, seats.allowed, seats.emits, state.tokens, state.followed if missed else state.computed,
         state.computed, state.draft_count, page_table,
         rows.query_start, rows.input_ids, rows.indices, rows.request, rows.row_slots, rows.locations,
-        starts, num_rows, num_drafts, layout.emits, layout.judged, layout.judged_start, layout.page_table,
-        state.tokens.stride(0), page_table.shape[1], page_size, count, total, shape.num_judged, state.null_slot,
+        layout.starts, layout.num_rows, layout.num_drafts, layout.emits, layout.judged, layout.judged_start,
+        layout.page_table, state.tokens.stride(0), page_table.shape[1], page_size, count, total, shape.num_judged,
+        state.null_slot,
         MISSED=missed, ROWS=block, BLOCK_B=block_b, BLOCK=BLOCK, EARLY=early, num_warps=4, **launch.options(early),
     )  # fmt: skip
     return layout
@@ -163,19 +163,20 @@ def _judge(
     tl.store(kept_out + request, kept)
 
 
-def judge(step: Step, choice: Tensor) -> Verdict:
+def judge(step: Step, choice: Tensor, out: Verdict | None = None) -> Verdict:
     state, batch, early = step.state, step.batch, launch.early(choice)
     num_requests, width = len(batch.slots), 1 + step.shape.max_drafts
     choice = choice.contiguous() if len(choice) else choice.new_zeros(1)
-    count, kept = torch.empty_like(step.starts), torch.empty_like(step.starts)
-    chosen = choice.new_empty(num_requests, width)
+    if out is None:
+        count, kept = torch.empty_like(step.starts), torch.empty_like(step.starts)
+        out = Verdict(choice.new_empty(num_requests, width), count, kept)
     _judge[(num_requests,)](
         choice, batch.input_ids, batch.slots, step.emits, batch.query_start, step.judged_start, step.num_drafts,
-        step.starts, state.tokens, state.lengths, state.computed, state.kept_state, chosen, count, kept,
-        state.tokens.stride(0), width,
+        step.starts, state.tokens, state.lengths, state.computed, state.kept_state, out.tokens, out.count,
+        out.kept, state.tokens.stride(0), width,
         BLOCK_W=triton.next_power_of_2(width), EARLY=early, num_warps=1, **launch.options(early),
     )  # fmt: skip
-    return Verdict(chosen, count, kept)
+    return out
 
 
 @triton.jit
