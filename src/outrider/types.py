@@ -285,6 +285,7 @@ class Draft:
     tokens: Tensor  # [B, K]
     count: Tensor  # [B]
     predicted: Tensor | None = None  # [B] bool, whether it is from the request's own prediction; None: none is
+    forced: Tensor | None = None  # [B] bool, whether a grammar says what comes next; None: none does
 
 
 @dataclass
@@ -303,6 +304,7 @@ class Outcome:
     kept: int  # rows that stay in the cache
     draft: list[int]  # for the next round
     predicted: bool = False  # the draft is from the request's own prediction
+    forced: bool = False  # a grammar says what comes next
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from outrider.engine.cache import Cache
 from outrider.engine.round import Pass
+from outrider.engine.upload import upload_to
 from outrider.kernels.round import Layout
-from outrider.types import Hidden, RoundShape, Seats, Verdict
+from outrider.types import Guidance, Hidden, RoundShape, Seats, Verdict
 
 
 class Buffers:
@@ -25,6 +26,10 @@ class Buffers:
         self._taps = number.new_zeros(num_rows, cache.shape.num_taps, cache.shape.hidden_size)
         self._tokens = whole.new_zeros(num_seats * (1 + largest.max_drafts))
         self._count, self._kept = whole.new_zeros(2, num_seats).unbind()
+        self._head_width = 3 * (1 + largest.max_drafts)
+        self._head = cache.page_table.new_zeros(num_seats * self._head_width)
+        self._bits = cache.page_table.new_zeros(num_seats * (1 + largest.max_drafts), -(-vocab_size // 32))
+        self._is_guided = False
 
     def seat_table(self, num_seats: int) -> Tensor:
         """[4, B]: see Seats."""
@@ -32,6 +37,19 @@ class Buffers:
 
     def seats(self, num_seats: int) -> Seats:
         return Seats.of(self.seat_table(num_seats))
+
+    def guidance(self, num_seats: int) -> Guidance:
+        return Guidance.of(self._head[: num_seats * self._head_width].view(num_seats, -1), self._bits)
+
+    def guide(self, said: tuple[Tensor, Tensor] | None) -> None:
+        """What grammars say about the round under way; None: nothing."""
+        if said is not None:
+            head, bits = said
+            upload_to(self._head[: head.numel()], head.flatten())
+            upload_to(self._bits[: len(bits)], bits)
+        elif self._is_guided:
+            self._head.zero_()
+        self._is_guided = said is not None
 
     def layout(self, shape: RoundShape) -> Layout:
         return self._layout.within(shape)

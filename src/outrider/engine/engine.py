@@ -103,6 +103,18 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Launches rounds, then reads the outcome of the oldest; returns the requests that have something new."""
+        self._launch_rounds()
+        while self._flights:
+            flight = self._flights.popleft()
+            self._finish(flight)
+            if flight.is_wanted:
+                news = self._land(flight)
+                if self._flights and self._finish(self._flights[0]):
+                    self._launch_rounds()  # what is left of that one would not keep the device busy for long
+                return news
+        return []
+
+    def _launch_rounds(self) -> None:
         while len(self._flights) < self._max_flying and self._is_foreseeable:
             depth = self.drafting.depth(self.scheduler.running or self.scheduler.next_in_line)
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
@@ -110,23 +122,18 @@ class Engine:
                 break
             self._flights.append(self._launch(plan, depth))
             self.scheduler.launched(plan.work)
-        while self._flights:
-            flight = self._flights.popleft()
-            if flight.is_wanted:
-                return self._land(flight)
-        return []
 
     @property
     def _is_foreseeable(self) -> bool:
-        """Whether the next round can be planned before the outcome of those under way is known: what a grammar allows,
-        and what follows in a prediction, depends on it."""
-        return not any(
-            request.flying and (request.guide is not None or request.prediction is not None)
-            for request in self.scheduler.running
-        )
+        """Whether the next round can begin before the outcome of those under way is known: what follows in a prediction
+        depends on it. And one round begins after the other: whatever waits for a grammar comes first."""
+        if self._flights and self._flights[-1].parts is not None:
+            return False
+        return not any(request.flying and request.prediction is not None for request in self.scheduler.running)
 
     def _launch(self, plan: Plan, depth: int) -> Flight:
-        """Sends a round to the device: recorded where it can be, step by step otherwise."""
+        """Sends a round to the device: all of it, or, where a grammar waits for the outcome of a round under way, the
+        target's pass, which needs no grammar."""
         begin, work = time.perf_counter(), plan.work
         self._place(plan)
         rests = self.drafting.rests(work, depth)
@@ -136,11 +143,24 @@ class Engine:
             self.drafting.catch_up([each.request for each in work])
         parts, shape = self._parts(work, exact_shape(work, depth, rests=rests))
         parts.forward()
-        logits = parts.logits.clone() if wants_logprobs(work) else None  # later parts, or rounds, write over them
-        parts.choose(guidance_of(work, shape, 1 + max(shape.max_drafts, shape.depth)))
-        outcomes, landed = to_host(parts.draft())
-        hidden = parts.hidden if wants_prompt_logprobs(work) else None
-        return Flight(work, shape, begin, outcomes, landed, logits, hidden)
+        flight = Flight(work, shape, begin, parts)
+        if not any(_waits_for_outcome(each.request) for each in work):
+            self._finish(flight)
+        return flight
+
+    def _finish(self, flight: Flight) -> bool:
+        """Sends the rest of a round to the device; false where nothing is left. All before it have landed, or nobody in
+        it has a grammar."""
+        if flight.parts is None:
+            return False
+        parts, plan, flight.parts = flight.parts, flight.plan, None
+        if wants_logprobs(plan):
+            flight.logits = parts.logits.clone()  # later parts, and rounds, write over them
+        if wants_prompt_logprobs(plan):
+            flight.hidden = parts.hidden
+        parts.choose(guidance_of(plan, flight.shape, 1 + max(self.lookahead, flight.shape.max_drafts)))
+        flight.outcomes, flight.landed = to_host(parts.draft())
+        return True
 
     def _parts(self, plan: Sequence[Work], shape: RoundShape) -> tuple[RoundParts, RoundShape]:
         """How a round is done: from recordings where it can be, step by step otherwise; and its sizes then."""
@@ -153,8 +173,7 @@ class Engine:
     def _is_recordable(self, plan: Sequence[Work]) -> bool:
         """What the host must decide in every round, or look at afterwards, cannot be recorded."""
         return self.drafting.is_recordable and not any(
-            work.request.guide is not None
-            or work.request.prediction is not None
+            work.request.prediction is not None
             or work.request.params.prompt_logprobs is not None
             or work.request.has_images_after(work.end - work.num_rows)
             for work in plan
@@ -204,8 +223,12 @@ class Engine:
         if request.params.logprobs is not None and taken:
             assert logits is not None
             request.logprobs += logprob_table(logits[:taken], tokens[:taken], request.params.logprobs, self.tokenizer)
-        request.draft_is_predicted = outcome.predicted
-        self.scheduler.update(work, outcome.kept, len(outcome.draft))
+        request.draft_is_predicted, request.draft_is_forced = outcome.predicted, outcome.forced
+        request.num_refused = 0
+        if request.guide is not None and not request.finished and request.flying in ([], [work]):
+            # nothing that judges the draft is under way: what the grammar forbids need not be judged
+            request.num_refused = len(outcome.draft) - request.guide.num_fitting(outcome.draft)
+        self.scheduler.update(work, outcome.kept, len(outcome.draft) - request.num_refused)
         if request.finished:
             self.drafting.learn(request)
         request.draft = outcome.draft
@@ -222,14 +245,14 @@ class Engine:
         if is_round and taken:
             accepted = min(len(tokens) - 1, taken)
             request.count_round(num_judged, accepted)
-            self._watch(request, num_judged, accepted)
+            self._watch(request, num_judged + request.num_refused, accepted)
             if request.params.trace:
                 request.trace.append({"draft": request.draft[:num_judged], "accepted": accepted})
         return taken
 
     def _watch(self, request: Request, num_judged: int, accepted: int) -> None:
-        """Tells the watchdog of a round. What a client predicts says nothing about the drafter."""
-        if self.watchdog is None or (num_judged and request.draft_is_predicted):
+        """Tells the watchdog of a round. What a client predicts or a grammar forces says nothing about the drafter."""
+        if self.watchdog is None or (num_judged and (request.draft_is_predicted or request.draft_is_forced)):
             return
         if num_judged:
             made = (num_judged, accepted)
@@ -330,6 +353,11 @@ def cache_shape(config: EngineConfig, target: Target, drafter: Drafter | None, b
         num_carried=drafter.num_carried if drafter is not None else 1,
         num_missable=NUM_MISSABLE,
     )
+
+
+def _waits_for_outcome(request: Request) -> bool:
+    """Whether what a request's grammar says next depends on a round under way."""
+    return request.guide is not None and any(work.emits for work in request.flying)
 
 
 def depth_policy(settings: SpeculativeConfig | None, lookahead: int) -> DepthPolicy:

@@ -105,6 +105,8 @@ class Graphs:
         needs the places where its parts will meet."""
         flags = Flags.of([work.request for work in plan])
         self._prepare(self.keys(shape, flags))
+        if any(work.request.guide is not None for work in plan):
+            self._prepare([self.choose_key(shape, replace(flags, masked=True))])
         self.num_launched += 1
         self._latest = []
         return RecordedRound(self, plan, shape, flags)
@@ -204,6 +206,8 @@ class Graphs:
             self._parts.forward(runner.pack_seats(seats, shape, sampling, out=layout), passed)
             return None
         step = runner.step(layout, seats, shape, sampling)
+        if key.flags.masked or shape.depth:  # where nothing is drafted, nothing forced can be
+            step.guidance = buffers.guidance(shape.num_seats)
         if key.part is Part.CHOOSE:
             self._parts.choose(step, passed.logits, out=buffers.verdict(shape))
             return None
@@ -229,6 +233,7 @@ class Graphs:
         runner, buffers, sampling = self._runner, self.buffers, self._runner.options.recorded(PLAIN)
         upload_to(buffers.seat_table(shape.num_seats), runner.seat_table([], shape))
         runner.pack_seats(buffers.seats(shape.num_seats), shape, sampling, out=buffers.layout(shape))
+        buffers.guide(None)
         for tensor in vars(buffers.verdict(shape)).values():
             tensor.zero_()
 
@@ -252,8 +257,9 @@ class RecordedRound:
         return self._graphs.buffers.passed(self._shape).hidden
 
     def choose(self, said: tuple[Tensor, Tensor] | None) -> None:
-        assert said is None
-        self._graphs.replay(self._graphs.choose_key(self._shape, self._flags))
+        self._graphs.buffers.guide(said)
+        flags = replace(self._flags, masked=said is not None)
+        self._graphs.replay(self._graphs.choose_key(self._shape, flags))
 
     def draft(self) -> Tensor:
         outcomes = self._graphs.replay(self._graphs.draft_key(self._shape, self._flags)).outcomes

@@ -20,9 +20,18 @@ def guidance_of(plan: Sequence[Work], shape: RoundShape, num_judged: int) -> tup
         guide = work.request.guide
         if guide is None or not work.emits or not work.is_current:
             continue
-        for place, mask in guide.masks(work.request.draft[: min(work.allowed, shape.max_drafts)]):
-            if head is None:
-                head = torch.zeros(shape.num_seats, 3 * num_judged, dtype=torch.int32)
+        draft = work.request.draft[: min(work.allowed, shape.max_drafts)]
+        masks = guide.masks(draft)
+        if not masks:
+            continue
+        row = [0] * (3 * num_judged)
+        for place, mask in masks:
             bits.append(mask)
-            head[seat, place] = len(bits)
+            row[place] = len(bits)
+        if shape.depth:
+            forced = guide.forced(1 + len(draft) + shape.depth)
+            row[num_judged : num_judged + 1 + len(forced)] = [len(forced), *forced]
+        if head is None:
+            head = torch.zeros(shape.num_seats, 3 * num_judged, dtype=torch.int32)
+        head[seat] = torch.tensor(row, dtype=torch.int32)
     return None if head is None else (head, torch.stack(bits))

@@ -12,7 +12,7 @@ from outrider.kernels import native_round
 from outrider.kernels.dispatch import use_native_round, use_triton
 from outrider.types import NULL_PAGE, Batch, Draft, Outcome, RoundShape, Seats, SlotState, Step, Verdict
 
-NUM_COUNTS = 5  # numbers of an outcome that come before its tokens
+NUM_COUNTS = 6  # numbers of an outcome that come before its tokens
 
 
 @dataclass(frozen=True)
@@ -306,15 +306,37 @@ def shift_taps_reference(step: Step, taps: Tensor, carried: Tensor, rows: Batch,
     return source[torch.where(before < 0, request * count + count + before, own)]
 
 
+def with_forced(step: Step, verdict: Verdict, draft: Draft) -> Draft:
+    """The draft, but where a grammar forces what comes next, that: unless the draft says the same and more. What is
+    forced was foreseen before the verdict, and counts if the verdict begins it."""
+    if step.guidance is None:
+        return draft
+    said, depth = verdict.count, min(step.depth, draft.tokens.shape[1])
+    forced, num_left = step.guidance.forced.long(), (step.guidance.num_forced - said).clamp(0, depth)
+    place, ahead = (torch.arange(size, device=said.device) for size in (verdict.tokens.shape[1], depth))
+    begun = ((verdict.tokens == forced[:, : len(place)]) | (place >= said[:, None])).all(1)
+    counts = begun & (said > 0) & (num_left > 0)
+    if draft.predicted is not None:
+        counts &= ~draft.predicted
+    next_ones = forced.gather(1, (said[:, None] + ahead).clamp(max=forced.shape[1] - 1))
+    inside = ahead < num_left[:, None]
+    agrees = ((draft.tokens[:, :depth] == next_ones) | ~inside).all(1) & (draft.count >= num_left)
+    replaced = counts & ~agrees
+    tokens = draft.tokens.clone()
+    tokens[:, :depth] = torch.where(replaced[:, None] & inside, next_ones, tokens[:, :depth])
+    return Draft(tokens, torch.where(replaced, num_left, draft.count), draft.predicted, counts)
+
+
 def write_outcome(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:
-    """Keeps the draft right behind the committed tokens, where the next round finds both with one gather, notes how
-    much of the text the drafter has seen, and writes down what the host must know, [B, NUM_COUNTS + J + K];
-    read_outcome() reads a row of it."""
+    """Keeps the draft, or what a grammar forces instead, right behind the committed tokens, where the next round finds
+    both with one gather, notes how much of the text the drafter has seen, and writes down what the host must know,
+    [B, NUM_COUNTS + J + K]; read_outcome() reads a row of it."""
     if use_triton(step.starts):
         from outrider.kernels.gpu import round as gpu
 
         return gpu.write_outcome(step, verdict, draft)
     if use_native_round(step.starts):
+        draft = None if draft is None else with_forced(step, verdict, draft)
         return native_round.write_outcome(step, verdict, draft, NUM_COUNTS)
     return write_outcome_reference(step, verdict, draft)
 
@@ -322,9 +344,11 @@ def write_outcome(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:
 def write_outcome_reference(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:
     state, slots = step.state, step.batch.slots
     none = torch.zeros_like(verdict.count)
+    draft = None if draft is None else with_forced(step, verdict, draft)
     made = none if draft is None else draft.count
     predicted = none if draft is None or draft.predicted is None else draft.predicted.long()
-    counts = torch.stack([step.num_drafts, made, verdict.count, verdict.kept, predicted], dim=1)
+    forced = none if draft is None or draft.forced is None else draft.forced.long()
+    counts = torch.stack([step.num_drafts, made, verdict.count, verdict.kept, predicted, forced], dim=1)
     state.draft_count[slots] = made
     if not step.shape.rests:
         state.followed[slots] = state.computed[slots]
@@ -339,6 +363,6 @@ def write_outcome_reference(step: Step, verdict: Verdict, draft: Draft | None) -
 
 def read_outcome(row: list[int], shape: RoundShape) -> Outcome:
     """What a row of write_outcome() says."""
-    num_judged, num_drafts, count, kept, predicted = row[:NUM_COUNTS]
+    num_judged, num_drafts, count, kept, predicted, forced = row[:NUM_COUNTS]
     tokens, drafts = row[NUM_COUNTS:], row[NUM_COUNTS + 1 + shape.max_drafts :]
-    return Outcome(num_judged, tokens[:count], kept, drafts[:num_drafts], bool(predicted))
+    return Outcome(num_judged, tokens[:count], kept, drafts[:num_drafts], bool(predicted), bool(forced))
