@@ -1,4 +1,4 @@
-"""Recorded rounds where there are no CUDA graphs: a replay runs the round again, on the same seats."""
+"""Recorded rounds where there are no CUDA graphs: a replay runs a part of a round again, on the same memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.engine import engine as engines
-from outrider.engine.graphs import GraphKey, Graphs, Recording, Result
+from outrider.engine.graphs import GraphKey, Graphs, Recording
 
 
 @dataclass
@@ -16,21 +16,20 @@ class Again:
     """Instead of a CUDA graph."""
 
     graphs: Graphs
-    seats: torch.Tensor
     key: GraphKey
-    result: Result
+    outcomes: torch.Tensor | None
 
     def replay(self) -> None:
-        new = self.graphs._round(self.seats, self.key)
-        self.result.outcomes.copy_(new.outcomes)
-        self.result.logits.copy_(new.logits)
+        new = self.graphs._run(self.key)
+        if self.outcomes is not None:
+            assert new is not None
+            self.outcomes.copy_(new)
 
 
 def record(graphs: Graphs, key: GraphKey) -> Recording:
-    seats = graphs._empty_seats(key.shape)
-    result = graphs._round(seats, key)
-    again = Again(graphs, seats, key, result)
-    return Recording(again, seats, result, graphs._runner.options.generation)  # type: ignore[arg-type]
+    graphs._clear(key.shape)
+    outcomes = graphs._run(key)
+    return Recording(Again(graphs, key, outcomes), outcomes, graphs._runner.options.generation)  # type: ignore[arg-type]
 
 
 def to_host(table: torch.Tensor) -> tuple[torch.Tensor, None]:

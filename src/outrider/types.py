@@ -231,6 +231,22 @@ class Seats:
         return cls(*table.unbind())
 
 
+@dataclass(frozen=True)
+class Guidance:
+    """What grammars say about a round, by seat."""
+
+    masks: Tensor  # [B, J] int32, after each judged row: which of `bits` says what is allowed, from 1; 0: anything
+    num_forced: Tensor  # [B] int32
+    forced: Tensor  # [B, F] int32, tokens that will come next because nothing else can; F = 2 J - 1
+    bits: Tensor  # [G, ceil(V / 32)] int32, lowest bit first
+
+    @classmethod
+    def of(cls, head: Tensor, bits: Tensor) -> Guidance:
+        """head [B, 3 J] int32: the other fields side by side."""
+        judged = head.shape[1] // 3
+        return cls(head[:, :judged], head[:, judged], head[:, judged + 1 :], bits)
+
+
 @dataclass
 class Step:
     """One round as planned: the batch, and what is judged in it."""
@@ -247,6 +263,7 @@ class Step:
     state: SlotState
     tenants: tuple[str | None, ...] = ()  # [B] whose requests they are; what one tenant says, no other may be shown
     predictions: tuple[Prediction | None, ...] = ()  # [B] what each answer is expected to be
+    guidance: Guidance | None = None  # None: nothing is forbidden, nothing forced
 
     @property
     def depth(self) -> int:
@@ -268,6 +285,7 @@ class Draft:
     tokens: Tensor  # [B, K]
     count: Tensor  # [B]
     predicted: Tensor | None = None  # [B] bool, whether it is from the request's own prediction; None: none is
+    forced: Tensor | None = None  # [B] bool, whether a grammar says what comes next; None: none does
 
 
 @dataclass
@@ -286,6 +304,7 @@ class Outcome:
     kept: int  # rows that stay in the cache
     draft: list[int]  # for the next round
     predicted: bool = False  # the draft is from the request's own prediction
+    forced: bool = False  # a grammar says what comes next
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ from tokenizers import decoders, models
 
 from outrider import LLM, RequestOutput, SamplingParams
 from outrider.engine.grammar import Grammars, Guide
-from outrider.engine.sampler import Masks, restrict
+from outrider.kernels.masks import restrict
 from outrider.llm import total_speculation
 from outrider.outputs import CompletionOutput
 from outrider.sampling_params import Guided
 from outrider.tokenizer import Tokenizer
+from outrider.types import Guidance
 
 pytest.importorskip("xgrammar")
 SMALL: dict[str, Any] = {"max_model_len": 128, "page_size": 8, "max_num_seqs": 64}
@@ -352,12 +353,16 @@ def test_a_dead_end_allows_only_the_end(llm: LLM) -> None:
 
 def test_the_highest_bit_is_masked_too() -> None:
     logits, adjusted = torch.zeros(2, 70), torch.zeros(2, 70)
-    bits = torch.tensor([[-(2**31), 0, 1 << 5]], dtype=torch.int32)
-    found = restrict(adjusted, logits, Masks(torch.tensor([1]), bits))
-    assert found[0].isfinite().all()
-    assert found[1].isfinite().nonzero().flatten().tolist() == [31, 69]
+    guidance = Guidance.of(
+        torch.tensor([[0, 0, 0], [1, 0, 0]], dtype=torch.int32),
+        torch.tensor([[-(2**31), 0, 1 << 5]], dtype=torch.int32),
+    )
+    restrict(adjusted, logits, guidance, torch.tensor([0, 1, 2]))
+    assert adjusted[0].isfinite().all()
+    assert adjusted[1].isfinite().nonzero().flatten().tolist() == [31, 69]
     nothing = torch.full((2, 70), -torch.inf)
-    assert restrict(nothing, logits, Masks(torch.tensor([1]), bits))[1].isfinite().sum() == 2
+    restrict(nothing, logits, guidance, torch.tensor([0, 1, 2]))
+    assert nothing[1].isfinite().sum() == 2
 
 
 # what is refused, before anything is allocated

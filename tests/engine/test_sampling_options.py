@@ -13,7 +13,7 @@ from outrider import SamplingParams
 from outrider.engine.options import COLUMNS, NUM_ENDS, NUM_WORDS, WORD_LEN, Flags, Options
 from outrider.engine.request import Request
 from outrider.engine.sampler import sample
-from outrider.types import Batch, Sampling, SlotState
+from outrider.types import Batch, RoundShape, Sampling, SlotState, Step
 
 VOCAB, NUM_SLOTS, LENGTH = 40, 5, 9
 CPU = torch.device("cpu")
@@ -49,7 +49,9 @@ def chosen(sampling: Sampling, slots: list[int], tokens: torch.Tensor, logits: t
     state = SlotState(tokens, *(torch.zeros(NUM_SLOTS, dtype=torch.long) for _ in range(5)))
     starts, none = torch.arange(0, len(rows) + 1, 3).int(), torch.zeros(len(slots), 1, dtype=torch.int32)
     batch = Batch(rows, indices, indices, starts, rows // 3, row_slots, torch.tensor(slots), none, rows, 4, LENGTH, 3)
-    return sample(logits, sampling, batch, rows, state)
+    shape = RoundShape(len(slots), len(rows), len(rows), 0, 0, 3, LENGTH)
+    each = torch.zeros(len(slots), dtype=torch.long)
+    return sample(logits, Step(batch, shape, each, each, each, each > 0, rows, starts, sampling, state))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -121,12 +121,12 @@ class CentroidHead(Head):
         # the tokens of the first centroid, then of the second, ...
         self.ordering = nn.Parameter(torch.zeros(vocab_size, dtype=torch.long), requires_grad=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         chosen = self.centroids(hidden).topk(self.num_chosen, dim=-1).indices  # [R, k]
         ids = self.ordering.view(len(self.centroids.weight), -1)[chosen].flatten(1)  # [R, n]
         near = (self.weight[ids] * hidden[:, None]).sum(-1)
         logits = torch.full((len(hidden), self.vocab_size), -torch.inf, dtype=near.dtype, device=near.device)
-        return logits.scatter(1, ids, near)
+        return torch.scatter(logits, 1, ids, near, out=out)
 
 
 class AssistantNetwork(nn.Module):

@@ -3,11 +3,10 @@ is no JSON. Here the shortest way to the end is found from any place, to be take
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from outrider.engine.vocabulary import Vocabulary
+from outrider.engine.vocabulary import Spelling, Vocabulary
 
 if TYPE_CHECKING:
     import xgrammar
@@ -46,10 +45,8 @@ class Countdown:
 class Ending:
     """Closes answers in one vocabulary."""
 
-    def __init__(self, vocabulary: Vocabulary, banned: Iterable[int]) -> None:
-        self._vocabulary, banned = vocabulary, frozenset(banned) | vocabulary.end_ids
-        self._ids = {text: id for id, text in enumerate(vocabulary.spelt) if text and id not in banned}
-        self._longest = max(map(len, self._ids), default=0)
+    def __init__(self, vocabulary: Vocabulary, spelling: Spelling) -> None:
+        self._vocabulary, self._spelling = vocabulary, spelling
 
     def passed(self, countdown: Countdown) -> Countdown:
         """After a token that is no part of the JSON text, as of the reasoning before it."""
@@ -75,20 +72,10 @@ class Ending:
 
     def _way(self, matcher: xgrammar.GrammarMatcher, lexer: int, left: int) -> tuple[int, ...] | None:
         text = _closing(matcher.fork(), lexer, left * BYTES_PER_TOKEN)
-        return None if text is None else self._tokens(text)
-
-    def _tokens(self, text: bytes) -> tuple[int, ...] | None:
-        """A text in few tokens, the longest first; None where the vocabulary cannot spell it."""
-        found: list[int] = []
-        place = 0
-        while place < len(text):
-            sizes = range(min(self._longest, len(text) - place), 0, -1)
-            size = next((size for size in sizes if text[place : place + size] in self._ids), 0)
-            if not size:
-                return None
-            found.append(self._ids[text[place : place + size]])
-            place += size
-        return tuple(found)
+        if text is None:
+            return None
+        tokens = self._spelling.tokens(text)
+        return tokens if sum(len(self._vocabulary.spelt[token]) for token in tokens) == len(text) else None
 
 
 def _closing(matcher: xgrammar.GrammarMatcher, lexer: int, max_bytes: int) -> bytes | None:
@@ -96,7 +83,7 @@ def _closing(matcher: xgrammar.GrammarMatcher, lexer: int, max_bytes: int) -> by
     where there is none of so many bytes, or it is not found soon."""
     text, tries = b"", 0
     while not matcher.is_completed():
-        certain = _certain(matcher)
+        certain = certain_text(matcher)
         choices = (certain,) if certain else _CLOSING_OUTSIDE if lexer == _OUTSIDE else _CLOSING_STRING
         for piece in choices:
             tries += 1
@@ -111,7 +98,7 @@ def _closing(matcher: xgrammar.GrammarMatcher, lexer: int, max_bytes: int) -> by
     return text
 
 
-def _certain(matcher: xgrammar.GrammarMatcher) -> bytes:
+def certain_text(matcher: xgrammar.GrammarMatcher) -> bytes:
     """What must come next, if the grammar leaves no choice; it may begin inside a character."""
     try:
         return matcher.find_jump_forward_string().encode()

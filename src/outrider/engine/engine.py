@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,23 +18,22 @@ from outrider.engine.drafting import Drafting
 from outrider.engine.flight import Flight, to_host, wants_logprobs, wants_prompt_logprobs
 from outrider.engine.governor import Governor
 from outrider.engine.grammar import Grammars, Guide
-from outrider.engine.graphs import NUM_ROWS, Graphs, Result
+from outrider.engine.graphs import NUM_ROWS, Graphs
+from outrider.engine.guidance import guidance_of
 from outrider.engine.logprobs import add_prompt_logprobs, logprob_table
 from outrider.engine.memory import Budget
 from outrider.engine.pages import PagePool
 from outrider.engine.policy import DepthPolicy, FixedDepth
 from outrider.engine.request import Progress, Request, Work
+from outrider.engine.round import EagerRound, Round, RoundParts
 from outrider.engine.runner import Runner, exact_shape
-from outrider.engine.sampler import Masks, sample
 from outrider.engine.scheduler import Limits, Plan, Scheduler
-from outrider.engine.verify import synthetic_choice
 from outrider.engine.watchdog import Watchdog
 from outrider.kernels.dispatch import has_triton
-from outrider.kernels.round import judge, write_outcome
 from outrider.models.base import Target
 from outrider.sampling_params import Guided, SamplingParams
 from outrider.tokenizer import Tokenizer
-from outrider.types import Hidden, Outcome, Step
+from outrider.types import Outcome, RoundShape
 
 MAX_FLYING = 2  # rounds under way on a GPU: one runs, the next is already queued
 PROMPT_ROWS = {"cpu": 256, "cuda": 1024}  # beside those who decode: a tenth of a second for a small model, or 20 ms
@@ -75,9 +74,9 @@ class Engine:
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages))
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = _watchdog(config, drafter)
-        self.drafting = Drafting(drafter, depth_policy(config.speculative, self.lookahead), self.runner)
         settings = config.speculative
-        self._synthetic_length = settings.synthetic_acceptance_length if settings is not None else None
+        drafting = Drafting(drafter, depth_policy(settings, self.lookahead), self.runner)
+        self._round = Round(target, drafting, settings.synthetic_acceptance_length if settings is not None else None)
         self._graphs = Graphs(self.runner, self._round, config.max_num_seqs) if records(config) else None
         self._max_flying = 1 if config.torch_device.type == "cpu" and self._graphs is None else MAX_FLYING
         self._flights: deque[Flight] = deque()
@@ -107,6 +106,18 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Progress]:
         """Launches rounds, then reads the outcome of the oldest: how far it has brought which requests."""
+        self._launch_rounds()
+        while self._flights:
+            flight = self._flights.popleft()
+            self._finish(flight)
+            if flight.is_wanted:
+                news = self._land(flight)
+                if self._flights and self._finish(self._flights[0]):
+                    self._launch_rounds()  # what is left of that one would not keep the device busy for long
+                return news
+        return []
+
+    def _launch_rounds(self) -> None:
         while len(self._flights) < self._max_flying and self._is_foreseeable:
             depth = self.drafting.depth(self.scheduler.running or self.scheduler.next_in_line)
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
@@ -114,23 +125,18 @@ class Engine:
                 break
             self._flights.append(self._launch(plan, depth))
             self.scheduler.launched(plan.work)
-        while self._flights:
-            flight = self._flights.popleft()
-            if flight.is_wanted:
-                return self._land(flight)
-        return []
 
     @property
     def _is_foreseeable(self) -> bool:
-        """Whether the next round can be planned before the outcome of those under way is known: what a grammar allows,
-        and what follows in a prediction, depends on it."""
-        return not any(
-            request.flying and (request.guide is not None or request.prediction is not None)
-            for request in self.scheduler.running
-        )
+        """Whether the next round can begin before the outcome of those under way is known: what follows in a prediction
+        depends on it. And one round begins after the other: whatever waits for a grammar comes first."""
+        if self._flights and self._flights[-1].parts is not None:
+            return False
+        return not any(request.flying and request.prediction is not None for request in self.scheduler.running)
 
     def _launch(self, plan: Plan, depth: int) -> Flight:
-        """Sends a round to the device: recorded where it can be, step by step otherwise."""
+        """Sends a round to the device: all of it, or, where a grammar waits for the outcome of a round under way, the
+        target's pass, which needs no grammar."""
         begin, work = time.perf_counter(), plan.work
         self._place(plan)
         rests = self.drafting.rests(work, depth)
@@ -138,47 +144,43 @@ class Engine:
             self.drafting.plan_rest(work)
         else:
             self.drafting.catch_up([each.request for each in work])
-        shape, hidden = exact_shape(work, depth, rests=rests), None
-        fitted = self._graphs.fitted(work, shape) if self._graphs is not None and self._is_recordable(work) else None
-        if self._graphs is not None and fitted is not None:
-            shape, result = fitted, self._graphs.launch(work, fitted)
-        else:
-            step = self.runner.pack(work, shape)
-            result, hidden = self._round_and_hidden(step, lambda: self._masks(work, step))
-        outcomes, landed = to_host(result.outcomes)
-        logits = result.logits if wants_logprobs(work) else None
-        if logits is not None and fitted is not None:  # the next replay writes over it
-            logits = logits.clone()
-        return Flight(
-            work, shape, begin, outcomes, landed, logits, hidden if wants_prompt_logprobs(work) else None
-        )  # fmt: skip
+        parts, shape = self._parts(work, exact_shape(work, depth, rests=rests))
+        parts.forward()
+        flight = Flight(work, shape, begin, parts)
+        if not any(_waits_for_outcome(each.request) for each in work):
+            self._finish(flight)
+        return flight
+
+    def _finish(self, flight: Flight) -> bool:
+        """Sends the rest of a round to the device; false where nothing is left. All before it have landed, or nobody in
+        it has a grammar."""
+        if flight.parts is None:
+            return False
+        parts, plan, flight.parts = flight.parts, flight.plan, None
+        if wants_logprobs(plan):
+            flight.logits = parts.logits.clone()  # later parts, and rounds, write over them
+        if wants_prompt_logprobs(plan):
+            flight.hidden = parts.hidden
+        parts.choose(guidance_of(plan, flight.shape, 1 + max(self.lookahead, flight.shape.max_drafts)))
+        flight.outcomes, flight.landed = to_host(parts.draft())
+        return True
+
+    def _parts(self, plan: Sequence[Work], shape: RoundShape) -> tuple[RoundParts, RoundShape]:
+        """How a round is done: from recordings where it can be, step by step otherwise; and its sizes then."""
+        if self._graphs is not None and self._is_recordable(plan):
+            fitted = self._graphs.fitted(plan, shape)
+            if fitted is not None:
+                return self._graphs.round(plan, fitted), fitted
+        return EagerRound(self._round, self.runner.pack(plan, shape)), shape
 
     def _is_recordable(self, plan: Sequence[Work]) -> bool:
         """What the host must decide in every round, or look at afterwards, cannot be recorded."""
         return self.drafting.is_recordable and not any(
-            work.request.guide is not None
-            or work.request.prediction is not None
+            work.request.prediction is not None
             or work.request.params.prompt_logprobs is not None
             or work.request.has_images_after(work.end - work.num_rows)
             for work in plan
         )
-
-    def _round(self, step: Step) -> Result:
-        return self._round_and_hidden(step)[0]
-
-    def _round_and_hidden(
-        self, step: Step, masks: Callable[[], Masks | None] = lambda: None
-    ) -> tuple[Result, Hidden]:  # fmt: skip
-        """The round, recorded or not: nothing in it waits for the device. `masks` says what grammars allow; it is asked
-        while the target is at work."""
-        hidden = self.target(step.batch, self.drafting.taps)
-        logits = self.target.logits(hidden.last[step.judged])
-        choice = sample(logits, step.sampling, step.batch, step.judged, step.state, masks())
-        if self._synthetic_length is not None:
-            choice = synthetic_choice(choice, step, self._synthetic_length)
-        verdict = judge(step, choice)
-        draft = self.drafting.draft(step, hidden, verdict)
-        return Result(write_outcome(step, verdict, draft), logits), hidden
 
     def _land(self, flight: Flight) -> list[Progress]:
         """The outcome of a round reaches the requests that are still there."""
@@ -218,21 +220,6 @@ class Engine:
             request.num_placed = len(request.pages)
         self.cache.place_pages(places)
 
-    def _masks(self, plan: Sequence[Work], step: Step) -> Masks | None:
-        """What grammars allow after each judged row; the target is still at work on the device meanwhile. Which drafts
-        a guided request has is known, as nothing of it is under way; how many the others have, the device knows."""
-        places: list[tuple[int, int]] = []  # number in the plan, judged row of that request
-        bits: list[Tensor] = []
-        for number, work in enumerate(plan):
-            if work.emits and work.request.guide is not None:
-                for place, mask in work.request.guide.masks(work.request.draft[: work.allowed]):
-                    places.append((number, place))
-                    bits.append(mask)
-        if not places:
-            return None
-        requests, offsets = self.cache.upload(torch.tensor(places)).unbind(1)
-        return Masks(step.judged_start[requests] + offsets, self.cache.upload(torch.stack(bits)))
-
     def _settle(self, work: Work, outcome: Outcome, logits: Tensor | None) -> Progress:
         """What a round brought reaches its request; logits [J, V] of the judged rows."""
         request, tokens = work.request, outcome.tokens
@@ -241,8 +228,12 @@ class Engine:
         if request.params.logprobs is not None and taken:
             assert logits is not None
             request.logprobs += logprob_table(logits[:taken], tokens[:taken], request.params.logprobs, self.tokenizer)
-        request.draft_is_predicted = outcome.predicted
-        self.scheduler.update(work, outcome.kept, len(outcome.draft))
+        request.draft_is_predicted, request.draft_is_forced = outcome.predicted, outcome.forced
+        request.num_refused = 0
+        if request.guide is not None and not request.finished and request.flying in ([], [work]):
+            # nothing that judges the draft is under way: what the grammar forbids need not be judged
+            request.num_refused = len(outcome.draft) - request.guide.num_fitting(outcome.draft)
+        self.scheduler.update(work, outcome.kept, len(outcome.draft) - request.num_refused)
         if request.finished:
             self.drafting.learn(request)
         request.draft = outcome.draft
@@ -260,15 +251,15 @@ class Engine:
         if is_round and taken:
             accepted = min(len(tokens) - 1, taken)
             request.count_round(num_judged, accepted)
-            self._watch(request, num_judged, accepted)
+            self._watch(request, num_judged + request.num_refused, accepted)
             if request.params.trace:
                 request.trace.append({"draft": request.draft[:num_judged], "accepted": accepted})
             return Progress(request, taken, num_judged, accepted)
         return Progress(request, taken)
 
     def _watch(self, request: Request, num_judged: int, accepted: int) -> None:
-        """Tells the watchdog of a round. What a client predicts says nothing about the drafter."""
-        if self.watchdog is None or (num_judged and request.draft_is_predicted):
+        """Tells the watchdog of a round. What a client predicts or a grammar forces says nothing about the drafter."""
+        if self.watchdog is None or (num_judged and (request.draft_is_predicted or request.draft_is_forced)):
             return
         if num_judged:
             made = (num_judged, accepted)
@@ -286,6 +277,10 @@ class Engine:
     # beside the steps
 
     @property
+    def drafting(self) -> Drafting:
+        return self._round.drafting
+
+    @property
     def drafter(self) -> Drafter | None:
         return self.drafting.drafter
 
@@ -294,12 +289,12 @@ class Engine:
         """For a while another drafter drafts, which shares the cached layers of the engine's own, or another policy
         says how much."""
         assert not self.has_work, "the drafter of an engine at work cannot be changed"
-        before, self.drafting = self.drafting, Drafting(drafter, policy, self.runner)
+        before, self._round.drafting = self.drafting, Drafting(drafter, policy, self.runner)
         self.drafting.predicting = before.predicting
         try:
             yield
         finally:
-            self.drafting = before
+            self._round.drafting = before
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -365,6 +360,11 @@ def cache_shape(config: EngineConfig, target: Target, drafter: Drafter | None, b
         num_carried=drafter.num_carried if drafter is not None else 1,
         num_missable=NUM_MISSABLE,
     )
+
+
+def _waits_for_outcome(request: Request) -> bool:
+    """Whether what a request's grammar says next depends on a round under way."""
+    return request.guide is not None and any(work.emits for work in request.flying)
 
 
 def depth_policy(settings: SpeculativeConfig | None, lookahead: int) -> DepthPolicy:

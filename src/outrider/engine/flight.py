@@ -1,4 +1,5 @@
-"""A round under way: launched on the device, its outcome not yet read. The host plans the next ones meanwhile."""
+"""A round under way: launched on the device, in part at least, its outcome not yet read. The host plans the next ones
+meanwhile."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.request import Work
+from outrider.engine.round import RoundParts
 from outrider.kernels.round import read_outcome
 from outrider.types import Hidden, Outcome, RoundShape
 
@@ -19,10 +21,11 @@ class Flight:
     plan: list[Work]
     shape: RoundShape
     launched: float  # when, in seconds
-    outcomes: Tensor  # [B, ...] on the host, good once `landed` has happened
-    landed: torch.cuda.Event | None  # None: it has
-    logits: Tensor | None  # [L, V] of the judged rows, where somebody asks for log-probabilities
-    hidden: Hidden | None  # of all rows, where somebody asks for those of a prompt
+    parts: RoundParts | None  # None: all of it is on the device
+    outcomes: Tensor | None = None  # [B, ...] on the host, good once `landed` has happened
+    landed: torch.cuda.Event | None = None  # None: it has
+    logits: Tensor | None = None  # [L, V] of the judged rows, where somebody asks for log-probabilities
+    hidden: Hidden | None = None  # of all rows, where somebody asks for those of a prompt
 
     @property
     def is_wanted(self) -> bool:
@@ -37,6 +40,7 @@ class Flight:
 
     def read(self) -> list[tuple[Work, Outcome, int]]:
         """Once it has landed: of each request its work, what the round brought, and where its judged rows begin."""
+        assert self.outcomes is not None
         rows, begin, found = self.outcomes.tolist(), 0, []
         for work, row in zip(self.plan, rows, strict=False):
             outcome = read_outcome(row, self.shape)

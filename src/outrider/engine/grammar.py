@@ -7,14 +7,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.engine.ending import Countdown, Ending
+from outrider.engine.ending import Countdown, Ending, certain_text
 from outrider.engine.grammar_limits import MAX_GRAMMAR_LEN, check_grammar, check_regex, schema_text, tag_text
-from outrider.engine.vocabulary import Vocabulary, begun_of, is_past
+from outrider.engine.vocabulary import Spelling, Vocabulary, begun_of, is_past
 from outrider.extras import extra_missing
 from outrider.sampling_params import PROMPT_TAIL, Guided
 from outrider.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ CACHE_BYTES = 2**26
 class _Compiler(NamedTuple):
     compiler: xgrammar.GrammarCompiler
     barred: frozenset[int]  # ids that no answer may hold
+    spelling: Spelling  # without those
 
 
 class Grammars:
@@ -57,7 +59,7 @@ class Grammars:
 
     @cached_property
     def _ending(self) -> Ending:
-        return Ending(self._vocabulary, self._silent | self._control)
+        return Ending(self._vocabulary, self._for_json.spelling)
 
     @cached_property
     def _for_tags(self) -> _Compiler:
@@ -81,7 +83,8 @@ class Grammars:
             vocabulary[id] = b""
         ends = sorted(self._end_ids)
         info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=ends)
-        return _Compiler(xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=CACHE_BYTES), barred)
+        compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=CACHE_BYTES)
+        return _Compiler(compiler, barred, Spelling(self._vocabulary, barred | special))
 
     def guide(self, guided: Guided, prompt: Sequence[int] = ()) -> Guide:
         """For one answer to a prompt, whose end may have opened the part that is free."""
@@ -89,10 +92,11 @@ class Grammars:
             raise ValueError(f"guided: after or opening has more than {MAX_MARKER_LEN} characters; shorten it")
         is_json = guided.json_object or guided.json_schema is not None
         is_tag = guided.structural_tag is not None
-        compiler, barred = self._for_tags if is_tag else self._for_json if is_json else self._for_text
-        matcher = _xgrammar().GrammarMatcher(self._compile(guided, compiler))
+        chosen = self._for_tags if is_tag else self._for_json if is_json else self._for_text
+        matcher = _xgrammar().GrammarMatcher(self._compile(guided, chosen.compiler))
         ending = self._ending if is_json and guided.close else None
-        guide = Guide(matcher, self._vocabulary, barred, self._freedom(guided, prompt), ending)
+        words = self._vocabulary, chosen.spelling
+        guide = Guide(matcher, words, chosen.barred, self._freedom(guided, prompt), ending)
         if guide.is_stuck:
             raise ValueError(f"guided: nothing this model can write satisfies the {guided.kind}; correct it")
         return guide
@@ -158,12 +162,13 @@ class Guide:
     def __init__(
         self,
         matcher: xgrammar.GrammarMatcher,
-        vocabulary: Vocabulary,
+        words: tuple[Vocabulary, Spelling],
         barred: frozenset[int],  # ids that no answer may hold
         freedom: Freedom | None = None,
         ending: Ending | None = None,
     ) -> None:
-        self._matcher, self._vocabulary, self._barred, self._ending = matcher, vocabulary, barred, ending
+        self._matcher, self._barred, self._ending = matcher, barred, ending
+        self._vocabulary, self._spelling = words
         self._closing = freedom.closing if freedom is not None else b""
         self._opening = (freedom.opening if freedom is not None else None) or b""
         if freedom is None:
@@ -253,6 +258,38 @@ class Guide:
                 found.append((row, bits))
         self._go_back(place)
         return found
+
+    def num_fitting(self, draft: Sequence[int]) -> int:
+        """How many tokens of a draft the grammar allows, up to the first that it forbids."""
+        place, count = self._place, 0
+        while count < len(draft) and self.accept(draft[count]):
+            count += 1
+        self._go_back(place)
+        return count
+
+    def forced(self, limit: int) -> list[int]:
+        """Tokens, `limit` at most, that come next because nothing else can. The text is certain; where it could be
+        cut into tokens in several ways, they are a guess."""
+        place, found = self._place, list[int]()
+        way = place.countdown.way if place.countdown is not None else None
+        if way is not None:
+            return [*way, *self._only_end()][:limit]
+        while place.is_bound and len(found) < limit and not self._matcher.is_terminated():
+            tokens = self._spelling.tokens(certain_text(self._matcher)) or self._only_end()
+            taken = list(takewhile(self._accept_bound, tokens[: limit - len(found)]))
+            found += taken
+            if not taken or len(taken) < len(tokens):
+                break
+        self._go_back(place)
+        return found
+
+    def _only_end(self) -> tuple[int, ...]:
+        """The token that ends the answer, where nothing else may follow and there is one such token only."""
+        way = self._place.countdown.way if self._place.countdown is not None else None
+        ends = self._vocabulary.end_ids
+        if len(ends) > 1 or (way is None and not self._matcher.is_completed()):
+            return ()
+        return tuple(ends) if way is not None or self._bound_mask().equal(self._vocabulary.ends) else ()
 
     @property
     def is_stuck(self) -> bool:

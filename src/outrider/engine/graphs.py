@@ -1,20 +1,24 @@
-"""Rounds as CUDA graphs: recorded once for every size, then replayed with whoever is seated. A recording is keyed by
-sizes and by what is asked of sampling, never by how rows are shared out among requests."""
+"""Rounds as CUDA graphs: each of their parts is recorded once for every size, then replayed with whoever is seated. A
+recording is keyed by sizes and by what is asked of sampling, never by how rows are shared out among requests."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider.engine.buffers import Buffers
 from outrider.engine.options import Flags
 from outrider.engine.request import Work
+from outrider.engine.round import Round
 from outrider.engine.runner import Runner
-from outrider.types import RoundShape, Seats, Step
+from outrider.engine.upload import upload_to
+from outrider.types import Hidden, RoundShape
 
 # numbers of requests that rounds are recorded for; those in between take the next larger one
 NUM_SEATS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 64,
@@ -25,37 +29,45 @@ NUM_ROWS = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 FEW_SEATS = (8, 16, 32, 64, 128, 256, 512)
 
 
+PLAIN = Flags(filtered=False, adjusted=False)
+
+
+class Part(Enum):
+    """Of a round; see round.py."""
+
+    FORWARD = "forward"
+    CHOOSE = "choose"
+    DRAFT = "draft"
+
+
 @dataclass(frozen=True)
 class GraphKey:
-    """What a round is recorded for; anything else can change from replay to replay."""
+    """What a part of a round is recorded for; anything else can change from replay to replay."""
 
+    part: Part
     shape: RoundShape
     flags: Flags
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a round leaves on the device for the host."""
-
-    outcomes: Tensor  # [B, ...] see kernels/round.py
-    logits: Tensor  # [L, V]
 
 
 @dataclass
 class Recording:
     graph: torch.cuda.CUDAGraph
-    seats: Tensor  # [4, B] see Seats
-    result: Result
+    outcomes: Tensor | None  # of a draft: [B, ...], see write_outcome()
     generation: int  # of the options' table
 
 
 class Graphs:
-    """`run` does a round on the device."""
-
-    def __init__(self, runner: Runner, run: Callable[[Step], Result], max_num_seats: int) -> None:
-        self._runner, self._run = runner, run
+    def __init__(self, runner: Runner, parts: Round, max_num_seats: int) -> None:
+        self._runner, self._parts = runner, parts
         self._max_num_seats = max_num_seats
+        lookahead, max_len = runner.cache.shape.lookahead, runner.cache.shape.max_len
+        judged = max_num_seats * (1 + lookahead)
+        rows = max(judged, NUM_ROWS[-1])
+        largest = RoundShape(max_num_seats, rows, judged, lookahead, lookahead, rows, max_len)
+        has_drafter = parts.drafting.drafter is not None
+        self.buffers = Buffers(runner.cache, runner.vocab_size, largest, has_drafter=has_drafter)
         self._recordings: dict[GraphKey, Recording] = {}
+        self._latest: list[Recording] = []  # the parts of the last round
         self._pool: Any = None  # of memory; all recordings share it, as they never run at once
         self.num_launched = 0
         self.compile_seconds = self.record_seconds = 0.0  # spent on first runs, which compile kernels, and on recording
@@ -88,32 +100,43 @@ class Graphs:
     def _at_least(self, count: int, sizes: Sequence[int]) -> int:
         return next(size for size in self._sizes(sizes) if size >= count)
 
-    def launch(self, plan: Sequence[Work], shape: RoundShape) -> Result:
-        """Replays a round, after recording it where it is the first of its size."""
-        key = GraphKey(shape, Flags.of([work.request for work in plan]))
-        recording = self._recordings.get(key)
-        if recording is None or (key.flags.adjusted and recording.generation != self._runner.options.generation):
-            recording = self._recordings[key] = self._record(key)
+    def round(self, plan: Sequence[Work], shape: RoundShape) -> RecordedRound:
+        """Such a round, to be done part by part. What was never recorded is recorded now, before it begins: that
+        needs the places where its parts will meet."""
+        flags = Flags.of([work.request for work in plan])
+        self._prepare(self.keys(shape, flags))
+        if any(work.request.guide is not None for work in plan):
+            self._prepare([self.choose_key(shape, replace(flags, masked=True))])
+        self.num_launched += 1
+        self._latest = []
+        return RecordedRound(self, plan, shape, flags)
+
+    def seat(self, plan: Sequence[Work], shape: RoundShape) -> None:
+        """Whoever takes part in the next round."""
         table = self._runner.seat_table(plan, shape)
         table[2].clamp_(max=shape.max_drafts)
-        recording.seats.copy_(self._runner.cache.upload(table))
+        upload_to(self.buffers.seat_table(shape.num_seats), table)
+
+    def replay(self, key: GraphKey) -> Recording:
+        """Does a part of a round."""
+        recording = self._recordings[key]
         recording.graph.replay()
-        self.num_launched += 1
-        return recording.result
+        self._latest.append(recording)
+        return recording
 
     @property
     def num_recordings(self) -> int:
         return len(self._recordings)
 
     def replay_ms(self, count: int) -> float | None:
-        """Device time of the latest recording, replayed back to back."""
-        if not self._recordings:
+        """Device time of the last round, replayed back to back."""
+        if not self._latest:
             return None
-        graph = list(self._recordings.values())[-1].graph
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(count):
-            graph.replay()
+            for recording in self._latest:
+                recording.graph.replay()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / count
@@ -122,9 +145,7 @@ class Graphs:
         """Records rounds of these sizes beforehand, which also compiles their kernels; the largest first, so that the
         others find its memory."""
         for shape in sorted(shapes, key=lambda each: (each.num_rows, each.num_seats), reverse=True):
-            key = GraphKey(shape, Flags(filtered=False, adjusted=False))
-            if key not in self._recordings:
-                self._recordings[key] = self._record(key)
+            self._prepare(self.keys(shape, PLAIN))
 
     def usual_shapes(self, depths: Sequence[int], max_rows: int, *, may_rest: bool) -> list[RoundShape]:
         """What fitted() says for rounds of so many rows, with such depths: everybody decodes, or prompts are read, the
@@ -150,25 +171,97 @@ class Graphs:
     def _sizes(self, sizes: Sequence[int]) -> list[int]:
         return [size for size in sizes if size < self._max_num_seats] + [self._max_num_seats]
 
+    # what is recorded
+
+    def keys(self, shape: RoundShape, flags: Flags) -> list[GraphKey]:
+        """The parts of such a round."""
+        return [self.forward_key(shape), self.choose_key(shape, flags), self.draft_key(shape, flags)]
+
+    def forward_key(self, shape: RoundShape) -> GraphKey:
+        """The target's pass is the same whatever is asked of sampling, and whatever is drafted afterwards."""
+        return GraphKey(Part.FORWARD, replace(shape, depth=0, rests=False), PLAIN)
+
+    def choose_key(self, shape: RoundShape, flags: Flags) -> GraphKey:
+        """Only judged rows count. Where logits are adjusted, filters make no difference to the time."""
+        most = self.buffers.largest
+        shape = replace(shape, num_rows=most.num_rows, max_rows=most.max_rows, depth=0, rests=False)
+        return GraphKey(Part.CHOOSE, shape, replace(flags, filtered=flags.filtered or flags.adjusted))
+
+    def draft_key(self, shape: RoundShape, flags: Flags) -> GraphKey:
+        """Drafts are sampled like the target's tokens, but their logits are not adjusted."""
+        return GraphKey(Part.DRAFT, shape, replace(PLAIN, filtered=flags.filtered and shape.depth > 0))
+
+    def _prepare(self, keys: Sequence[GraphKey]) -> None:
+        """Records what is not recorded yet, or was recorded with tables that have been replaced since."""
+        for key in keys:
+            found, generation = self._recordings.get(key), self._runner.options.generation
+            if found is None or (key.flags.adjusted and found.generation != generation):
+                self._recordings[key] = self._record(key)
+
+    def _run(self, key: GraphKey) -> Tensor | None:
+        runner, buffers, shape = self._runner, self.buffers, key.shape
+        seats, layout, passed = buffers.seats(shape.num_seats), buffers.layout(shape), buffers.passed(shape)
+        sampling = runner.options.recorded(key.flags)
+        if key.part is Part.FORWARD:
+            self._parts.forward(runner.pack_seats(seats, shape, sampling, out=layout), passed)
+            return None
+        step = runner.step(layout, seats, shape, sampling)
+        if key.flags.masked or shape.depth:  # where nothing is drafted, nothing forced can be
+            step.guidance = buffers.guidance(shape.num_seats)
+        if key.part is Part.CHOOSE:
+            self._parts.choose(step, passed.logits, out=buffers.verdict(shape))
+            return None
+        return self._parts.draft(step, passed.hidden, buffers.verdict(shape))
+
     def _record(self, key: GraphKey) -> Recording:
         """First run with nobody seated, so that kernels are compiled and nothing is changed, then record."""
-        device, options = self._runner.device, self._runner.options
         begin = time.perf_counter()
-        seats = self._empty_seats(key.shape)
-        self._round(seats, key)
-        torch.cuda.synchronize(device)
+        self._clear(key.shape)
+        self._run(key)
+        torch.cuda.synchronize(self._runner.device)
         compiled = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = self._round(seats, key)
+            outcomes = self._run(key)
         self._pool = self._pool or graph.pool()
         self.compile_seconds += compiled - begin
         self.record_seconds += time.perf_counter() - compiled
-        return Recording(graph, seats, result, options.generation)
+        return Recording(graph, outcomes, self._runner.options.generation)
 
-    def _empty_seats(self, shape: RoundShape) -> Tensor:
-        return self._runner.seat_table([], shape).to(self._runner.device)
+    def _clear(self, shape: RoundShape) -> None:
+        """A round in which nobody is seated: no part of it changes anything."""
+        runner, buffers, sampling = self._runner, self.buffers, self._runner.options.recorded(PLAIN)
+        upload_to(buffers.seat_table(shape.num_seats), runner.seat_table([], shape))
+        runner.pack_seats(buffers.seats(shape.num_seats), shape, sampling, out=buffers.layout(shape))
+        buffers.guide(None)
+        for tensor in vars(buffers.verdict(shape)).values():
+            tensor.zero_()
 
-    def _round(self, seats: Tensor, key: GraphKey) -> Result:
-        sampling = self._runner.options.recorded(key.flags)
-        return self._run(self._runner.pack_seats(Seats.of(seats), key.shape, sampling))
+
+class RecordedRound:
+    """From recordings, part by part."""
+
+    def __init__(self, graphs: Graphs, plan: Sequence[Work], shape: RoundShape, flags: Flags) -> None:
+        self._graphs, self._plan, self._shape, self._flags = graphs, plan, shape, flags
+
+    @property
+    def logits(self) -> Tensor:
+        return self._graphs.buffers.logits(self._shape)
+
+    def forward(self) -> None:
+        self._graphs.seat(self._plan, self._shape)
+        self._graphs.replay(self._graphs.forward_key(self._shape))
+
+    @property
+    def hidden(self) -> Hidden:
+        return self._graphs.buffers.passed(self._shape).hidden
+
+    def choose(self, said: tuple[Tensor, Tensor] | None) -> None:
+        self._graphs.buffers.guide(said)
+        flags = replace(self._flags, masked=said is not None)
+        self._graphs.replay(self._graphs.choose_key(self._shape, flags))
+
+    def draft(self) -> Tensor:
+        outcomes = self._graphs.replay(self._graphs.draft_key(self._shape, self._flags)).outcomes
+        assert outcomes is not None
+        return outcomes

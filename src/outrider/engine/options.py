@@ -50,6 +50,7 @@ class Flags:
 
     filtered: bool  # some request has top_k, top_p or min_p
     adjusted: bool  # some request's logits are changed before a token is chosen
+    masked: bool = False  # some request's grammar forbids something
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Flags:

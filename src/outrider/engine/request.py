@@ -80,6 +80,8 @@ class Request:
     num_drafts: int = 0  # draft tokens waiting to be verified
     draft: list[int] = field(default_factory=list)  # which
     draft_is_predicted: bool = False  # it is from the prediction
+    draft_is_forced: bool = False  # the grammar says what comes next
+    num_refused: int = 0  # the last of its tokens, which are not judged: the grammar forbids them
     flying: list[Work] = field(default_factory=list)  # its work in rounds under way, the oldest first
     num_admissions: int = 0
     first_admitted: float | None = None  # when, by time.monotonic()

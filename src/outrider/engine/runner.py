@@ -55,11 +55,27 @@ class Runner:
             batch.last_key = None if state.last_key is None else state.last_key[batch.row_slots, batch.indices]
         return step
 
-    def pack_seats(self, seats: Seats, shape: RoundShape, sampling: Sampling, *, missed: bool = False) -> Step:
-        """A round of whoever sits there. Asks the host nothing: it may be recorded, and replayed with others seated."""
-        cache, state, page_size = self.cache, self.cache.state, self.cache.shape.page_size
-        layout = lay_out(seats, shape, state, (cache.page_table, page_size), missed=missed)
-        rows = layout.rows
+    def pack_seats(
+        self,
+        seats: Seats,
+        shape: RoundShape,
+        sampling: Sampling,
+        *,
+        missed: bool = False,
+        out: Layout | None = None,
+    ) -> Step:
+        """A round of whoever sits there. Asks the host nothing: it may be recorded, and replayed with others seated.
+        `out`: where to put its layout."""
+        pages = self.cache.page_table, self.cache.shape.page_size
+        layout = lay_out(seats, shape, self.cache.state, pages, missed=missed, out=out)
+        step = self.step(layout, seats, shape, sampling)
+        if self.cache.recurrent:
+            step.batch.recurrence = self._recurrence(layout, seats, shape)
+        return step
+
+    def step(self, layout: Layout, seats: Seats, shape: RoundShape, sampling: Sampling) -> Step:
+        """A round that is laid out, but for what recurrent layers need in its pass."""
+        state, rows = self.cache.state, layout.rows
         batch = Batch(
             input_ids=rows.input_ids,
             positions=state.positions_at(rows.row_slots, rows.indices),
@@ -70,10 +86,9 @@ class Runner:
             slots=seats.slots,
             page_table=layout.page_table,
             write_locations=rows.locations,
-            page_size=page_size,
+            page_size=self.cache.shape.page_size,
             max_len=shape.max_len,
             max_rows=shape.max_rows,
-            recurrence=self._recurrence(layout, seats, shape) if cache.recurrent else None,
         )
         return Step(
             batch=batch,

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from outrider.kernels.masks import restrict
 from outrider.kernels.penalties import penalise
 from outrider.kernels.sampling import choose
-from outrider.types import Batch, Sampling, SlotState
-
-
-@dataclass(frozen=True)
-class Masks:
-    """Which tokens a grammar allows, for those rows of the logits that a grammar has a say in."""
-
-    rows: Tensor  # [G]
-    bits: Tensor  # [G, ceil(V / 32)] int32, lowest bit first
+from outrider.types import Batch, Sampling, SlotState, Step
 
 
 def adjust(logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState) -> Tensor:
@@ -37,26 +28,14 @@ def adjust(logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state
     return adjusted
 
 
-def sample(
-    logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState, masks: Masks | None = None
-) -> Tensor:
-    """The target's own token after each of `rows` [R]; logits [R, V] -> [R]."""
-    adjusted = adjust(logits, sampling, batch, rows, state)
-    if masks is not None:
-        adjusted = restrict(adjusted, logits, masks)
+def sample(logits: Tensor, step: Step) -> Tensor:
+    """The target's own token after each judged row; logits [L, V] -> [L]. Where a grammar forbids something, the logits
+    are written over."""
+    batch, sampling, rows = step.batch, step.sampling, step.judged
+    adjusted = adjust(logits, sampling, batch, rows, step.state)
+    if step.guidance is not None:
+        restrict(adjusted, logits, step.guidance, step.judged_start)
     return choose(adjusted, sampling, batch.row_slots[rows], batch.indices[rows] + 1)
-
-
-def restrict(adjusted: Tensor, logits: Tensor, masks: Masks) -> Tensor:
-    """-inf where a grammar forbids. It has the last word: where the other options leave nothing of what it allows
-    (an end token under min_tokens, say), they yield, and the target's own logits [R, V] count."""
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    forbidden = (masks.bits[:, ids // 32] >> (ids % 32)) & 1 == 0  # [G, V]
-    adjusted = adjusted.float()
-    kept = adjusted[masks.rows].masked_fill(forbidden, -torch.inf)
-    nothing = kept.amax(-1, keepdim=True) == -torch.inf
-    own = logits[masks.rows].float().masked_fill(forbidden, -torch.inf)
-    return adjusted.index_copy(0, masks.rows, torch.where(nothing, own, kept))
 
 
 def _bar(logits: Tensor, ids: Tensor, where: Tensor) -> None:

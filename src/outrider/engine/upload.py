@@ -9,3 +9,8 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def upload_to(place: Tensor, values: Tensor) -> None:
+    """A host tensor into memory of the device that is already there."""
+    place.copy_(values.pin_memory() if place.is_cuda else values, non_blocking=True)

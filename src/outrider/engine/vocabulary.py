@@ -54,6 +54,28 @@ class Vocabulary:
         return ~self.bits(past) if past else None
 
 
+class Spelling:
+    """Writes text in the tokens of a vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary, banned: Iterable[int]) -> None:
+        banned = frozenset(banned) | vocabulary.end_ids
+        self._ids = {text: id for id, text in enumerate(vocabulary.spelt) if text and id not in banned}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def tokens(self, text: bytes) -> tuple[int, ...]:
+        """Few tokens, the longest first, of as much of a text as the vocabulary can spell."""
+        found: list[int] = []
+        place = 0
+        while place < len(text):
+            sizes = range(min(self._longest, len(text) - place), 0, -1)
+            size = next((size for size in sizes if text[place : place + size] in self._ids), 0)
+            if not size:
+                break
+            found.append(self._ids[text[place : place + size]])
+            place += size
+        return tuple(found)
+
+
 def is_past(text: bytes, marker: bytes) -> bool:
     """Whether something follows the first of these markers in a text."""
     place = text.find(marker)

@@ -26,20 +26,26 @@ def linear(
     *,
     residual: Tensor | None = None,
     exact: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x [T, in], weight [out, in], bias [out] -> [T, out], plus residual [T, out]; `packed` is the same weight in a
-    smaller form. `exact`: on a GPU too, a row's bits do not depend on how many others there are."""
+    smaller form. `exact`: on a GPU too, a row's bits do not depend on how many others there are. `out`: where to put
+    the result."""
     if use_native(x):
         y = native.linear(x, weight, bias, packed)
     elif _in_triton(x, weight, exact):
         from outrider.kernels.gpu import linear as gpu
 
-        return gpu.linear(x, weight, bias, residual)
+        return gpu.linear(x, weight, bias, residual, out=out)
     elif residual is not None and bias is None and x.is_cuda:
-        return torch.addmm(residual, x, weight.T)
+        return torch.addmm(residual, x, weight.T, out=out)
+    elif out is not None and bias is None and x.is_cuda:
+        return torch.mm(x, weight.T, out=out)
     else:
         y = linear_reference(x, weight, bias)
-    return y if residual is None else residual + y
+    if residual is not None:
+        y = residual + y
+    return y if out is None else out.copy_(y)
 
 
 def silu_linear(

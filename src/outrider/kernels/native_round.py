@@ -12,7 +12,7 @@ from outrider.types import Draft, RoundShape, Seats, SlotState, Step, Verdict
 
 _LAY_OUT = struct.Struct("@22q 8q")  # the work structures of round.c
 _JUDGE = struct.Struct("@15q 3q")
-_OUTCOME = struct.Struct("@14q 6q")
+_OUTCOME = struct.Struct("@15q 6q")
 _EXTENSION = struct.Struct("@14q 10q")
 
 
@@ -82,13 +82,13 @@ def write_outcome(step: Step, verdict: Verdict, draft: Draft | None, num_counts:
     num_requests, width = verdict.tokens.shape
     tokens = draft.tokens.contiguous() if draft is not None else None
     made = draft.count.contiguous() if draft is not None else None
-    predicted = draft.predicted if draft is not None else None
+    flags = (None, None) if draft is None else (draft.predicted, draft.forced)
     depth = 0 if tokens is None else tokens.shape[1]
     outcomes = torch.empty(num_requests, num_counts + width + depth, dtype=torch.int64)
     given = (slots, state.lengths, state.computed, step.num_drafts, verdict.count, verdict.kept)
     work = _OUTCOME.pack(
         *map(_whole, given),
-        0 if predicted is None else _flags(predicted),
+        *(0 if flag is None else _flags(flag) for flag in flags),
         _whole(verdict.tokens),
         0 if tokens is None else _whole(tokens),
         0 if made is None else _whole(made),

@@ -82,7 +82,7 @@ EXPORT void outrider_judge(const judge_work *work) {
 
 typedef struct {
     const int64_t *slots, *lengths, *computed, *judged, *count, *kept;
-    const uint8_t *predicted; /* NULL: none is */
+    const uint8_t *predicted, *forced; /* NULL: none is */
     const int64_t *choice, *draft, *made; /* NULL, NULL: there is no draft */
     int64_t *tokens, *followed, *draft_count, *outcomes;
     long tokens_row, width, depth, follows, num_counts, num_requests;
@@ -98,6 +98,7 @@ EXPORT void outrider_write_outcome(const outcome_work *work) {
         row[2] = work->count[request];
         row[3] = work->kept[request];
         row[4] = work->predicted ? work->predicted[request] : 0;
+        row[5] = work->forced ? work->forced[request] : 0;
         memcpy(row + work->num_counts, work->choice + request * work->width, work->width * sizeof *row);
         if (work->draft) {
             memcpy(work->tokens + slot * work->tokens_row + work->lengths[slot], draft, made * sizeof *row);

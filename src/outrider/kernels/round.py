@@ -12,7 +12,7 @@ from outrider.kernels import native_round
 from outrider.kernels.dispatch import use_native_round, use_triton
 from outrider.types import NULL_PAGE, Batch, Draft, Outcome, RoundShape, Seats, SlotState, Step, Verdict
 
-NUM_COUNTS = 5  # numbers of an outcome that come before its tokens
+NUM_COUNTS = 6  # numbers of an outcome that come before its tokens
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,73 @@ class Layout:
     judged: Tensor  # [L]
     judged_start: Tensor  # [B + 1] int32
 
+    @classmethod
+    def empty(cls, shape: RoundShape, page_table: Tensor) -> Layout:
+        """Room for a round of these sizes, for requests with rows in this page table."""
 
-def lay_out(seats: Seats, shape: RoundShape, state: SlotState, pages: tuple[Tensor, int], *, missed: bool) -> Layout:
+        def new(*size: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return page_table.new_empty(size, dtype=dtype)
+
+        count, total = shape.num_seats, shape.num_rows
+        return cls(
+            rows=Rows(new(count + 1, dtype=torch.int32), *(new(total) for _ in range(5))),
+            page_table=new(count, page_table.shape[1], dtype=page_table.dtype),
+            starts=new(count),
+            num_rows=new(count),
+            num_drafts=new(count),
+            emits=new(count, dtype=torch.bool),
+            judged=new(shape.num_judged),
+            judged_start=new(count + 1, dtype=torch.int32),
+        )
+
+    def within(self, shape: RoundShape) -> Layout:
+        """The first part of this room, for a smaller round."""
+        count, total, rows = shape.num_seats, shape.num_rows, self.rows
+        whole = (rows.input_ids, rows.indices, rows.request, rows.row_slots, rows.locations)
+        return Layout(
+            rows=Rows(rows.query_start[: count + 1], *(each[:total] for each in whole)),
+            page_table=self.page_table[:count],
+            starts=self.starts[:count],
+            num_rows=self.num_rows[:count],
+            num_drafts=self.num_drafts[:count],
+            emits=self.emits[:count],
+            judged=self.judged[: shape.num_judged],
+            judged_start=self.judged_start[: count + 1],
+        )
+
+    def copy_from(self, other: Layout) -> Layout:
+        for name, value in vars(other).items():
+            if name != "rows":
+                vars(self)[name].copy_(value)
+        for name, value in vars(other.rows).items():
+            vars(self.rows)[name].copy_(value)
+        return self
+
+
+def lay_out(
+    seats: Seats,
+    shape: RoundShape,
+    state: SlotState,
+    pages: tuple[Tensor, int],
+    *,
+    missed: bool = False,
+    out: Layout | None = None,
+) -> Layout:
     """Every seat's rows: known tokens from where its cache ends, then as many drafts as there are and may be judged.
-    `pages`: the page table [S, M] and the page size. `missed`: the rows that the drafter has not seen yet instead."""
+    `pages`: the page table [S, M] and the page size. `missed`: the rows that the drafter has not seen yet instead.
+    `out`: where to put them."""
     if use_triton(seats.slots):
         from outrider.kernels.gpu import round as gpu
 
-        return gpu.lay_out(seats, shape, state, pages, missed=missed)
+        return gpu.lay_out(seats, shape, state, pages, missed=missed, out=out)
     if use_native_round(seats.slots):
         start, *rows, starts, num_rows, num_drafts, emits, judged, judged_start, table = native_round.lay_out(
             seats, shape, state, pages, missed=missed
         )
-        return Layout(Rows(start, *rows), table, starts, num_rows, num_drafts, emits, judged, judged_start)
-    return lay_out_reference(seats, shape, state, pages, missed=missed)
+        found = Layout(Rows(start, *rows), table, starts, num_rows, num_drafts, emits, judged, judged_start)
+    else:
+        found = lay_out_reference(seats, shape, state, pages, missed=missed)
+    return found if out is None else out.copy_from(found)
 
 
 def lay_out_reference(
@@ -108,16 +161,20 @@ def agree(choice: Tensor, draft: Tensor, num_drafts: Tensor) -> Tensor:
     return same.long().cumprod(dim=1).sum(dim=1)
 
 
-def judge(step: Step, choice: Tensor) -> Verdict:
+def judge(step: Step, choice: Tensor, out: Verdict | None = None) -> Verdict:
     """Verification by agreement: a draft token stands if and only if it is the token the target chooses itself. What
-    stands is committed: tokens are appended, lengths move. choice [L]: the target's token after each judged row."""
+    stands is committed: tokens are appended, lengths move. choice [L]: the target's token after each judged row.
+    `out`: where to put the verdict."""
     if use_triton(choice):
         from outrider.kernels.gpu import round as gpu
 
-        return gpu.judge(step, choice)
-    if use_native_round(choice):
-        return native_round.judge(step, choice)
-    return judge_reference(step, choice)
+        return gpu.judge(step, choice, out)
+    found = native_round.judge(step, choice) if use_native_round(choice) else judge_reference(step, choice)
+    if out is None:
+        return found
+    for name, value in vars(found).items():
+        vars(out)[name].copy_(value)
+    return out
 
 
 def judge_reference(step: Step, choice: Tensor) -> Verdict:
@@ -249,15 +306,37 @@ def shift_taps_reference(step: Step, taps: Tensor, carried: Tensor, rows: Batch,
     return source[torch.where(before < 0, request * count + count + before, own)]
 
 
+def with_forced(step: Step, verdict: Verdict, draft: Draft) -> Draft:
+    """The draft, but where a grammar forces what comes next, that: unless the draft says the same and more. What is
+    forced was foreseen before the verdict, and counts if the verdict begins it."""
+    if step.guidance is None:
+        return draft
+    said, depth = verdict.count, min(step.depth, draft.tokens.shape[1])
+    forced, num_left = step.guidance.forced.long(), (step.guidance.num_forced - said).clamp(0, depth)
+    place, ahead = (torch.arange(size, device=said.device) for size in (verdict.tokens.shape[1], depth))
+    begun = ((verdict.tokens == forced[:, : len(place)]) | (place >= said[:, None])).all(1)
+    counts = begun & (said > 0) & (num_left > 0)
+    if draft.predicted is not None:
+        counts &= ~draft.predicted
+    next_ones = forced.gather(1, (said[:, None] + ahead).clamp(max=forced.shape[1] - 1))
+    inside = ahead < num_left[:, None]
+    agrees = ((draft.tokens[:, :depth] == next_ones) | ~inside).all(1) & (draft.count >= num_left)
+    replaced = counts & ~agrees
+    tokens = draft.tokens.clone()
+    tokens[:, :depth] = torch.where(replaced[:, None] & inside, next_ones, tokens[:, :depth])
+    return Draft(tokens, torch.where(replaced, num_left, draft.count), draft.predicted, counts)
+
+
 def write_outcome(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:
-    """Keeps the draft right behind the committed tokens, where the next round finds both with one gather, notes how
-    much of the text the drafter has seen, and writes down what the host must know, [B, NUM_COUNTS + J + K];
-    read_outcome() reads a row of it."""
+    """Keeps the draft, or what a grammar forces instead, right behind the committed tokens, where the next round finds
+    both with one gather, notes how much of the text the drafter has seen, and writes down what the host must know,
+    [B, NUM_COUNTS + J + K]; read_outcome() reads a row of it."""
     if use_triton(step.starts):
         from outrider.kernels.gpu import round as gpu
 
         return gpu.write_outcome(step, verdict, draft)
     if use_native_round(step.starts):
+        draft = None if draft is None else with_forced(step, verdict, draft)
         return native_round.write_outcome(step, verdict, draft, NUM_COUNTS)
     return write_outcome_reference(step, verdict, draft)
 
@@ -265,9 +344,11 @@ def write_outcome(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:
 def write_outcome_reference(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:
     state, slots = step.state, step.batch.slots
     none = torch.zeros_like(verdict.count)
+    draft = None if draft is None else with_forced(step, verdict, draft)
     made = none if draft is None else draft.count
     predicted = none if draft is None or draft.predicted is None else draft.predicted.long()
-    counts = torch.stack([step.num_drafts, made, verdict.count, verdict.kept, predicted], dim=1)
+    forced = none if draft is None or draft.forced is None else draft.forced.long()
+    counts = torch.stack([step.num_drafts, made, verdict.count, verdict.kept, predicted, forced], dim=1)
     state.draft_count[slots] = made
     if not step.shape.rests:
         state.followed[slots] = state.computed[slots]
@@ -282,6 +363,6 @@ def write_outcome_reference(step: Step, verdict: Verdict, draft: Draft | None) -
 
 def read_outcome(row: list[int], shape: RoundShape) -> Outcome:
     """What a row of write_outcome() says."""
-    num_judged, num_drafts, count, kept, predicted = row[:NUM_COUNTS]
+    num_judged, num_drafts, count, kept, predicted, forced = row[:NUM_COUNTS]
     tokens, drafts = row[NUM_COUNTS:], row[NUM_COUNTS + 1 + shape.max_drafts :]
-    return Outcome(num_judged, tokens[:count], kept, drafts[:num_drafts], bool(predicted))
+    return Outcome(num_judged, tokens[:count], kept, drafts[:num_drafts], bool(predicted), bool(forced))

@@ -60,6 +60,9 @@ class Head(nn.Module):
     def hidden_size(self) -> int:
         return self.weight.shape[1]
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """`out`: where to put the logits."""
+        if not self.softcap:
+            return linear(hidden, self.weight, None, self.packed, exact=self.exact, out=out)
         logits = linear(hidden, self.weight, None, self.packed, exact=self.exact)
-        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+        return torch.mul(torch.tanh(logits / self.softcap), self.softcap, out=out)

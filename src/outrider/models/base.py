@@ -84,8 +84,9 @@ class Target(nn.Module):
     def max_len(self) -> int:
         return int(self.config.get("max_position_embeddings") or 2048)
 
-    def forward(self, batch: Batch, taps: tuple[int, ...] = ()) -> Hidden:
-        """Runs the rows through all layers. Tap i is the residual stream after i layers; 0 is the embedding."""
+    def forward(self, batch: Batch, taps: tuple[int, ...] = (), out: Tensor | None = None) -> Hidden:
+        """Runs the rows through all layers. Tap i is the residual stream after i layers; 0 is the embedding. `out`:
+        where to put the taps [T, n, H]."""
         x = embed_rows(self.embed, batch)
         self.prepare(x, batch)
         streams = {0: x} if 0 in taps else {}
@@ -93,8 +94,9 @@ class Target(nn.Module):
             x = layer(x, batch)  # a new tensor every time: a tap is never written to again
             if number in taps:
                 streams[number] = x
-        stacked = torch.stack([streams[tap] for tap in taps], dim=1) if taps else x.new_empty(len(x), 0, x.shape[-1])
-        return Hidden(last=x, taps=stacked)
+        if not taps:
+            return Hidden(last=x, taps=x.new_empty(len(x), 0, x.shape[-1]))
+        return Hidden(last=x, taps=torch.stack([streams[tap] for tap in taps], dim=1, out=out))
 
     @property
     def vision(self) -> Vision | None:
@@ -114,9 +116,9 @@ class Target(nn.Module):
     def prepare(self, x: Tensor, batch: Batch) -> None:
         """What layers share in a pass may be computed here, from the embeddings [T, H], and put into the memo."""
 
-    def logits(self, last: Tensor) -> Tensor:
-        """[R, H] before the final norm -> [R, V]."""
-        return self.head(self.norm(last))
+    def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
+        """[R, H] before the final norm -> [R, V]; `out`: where to put them."""
+        return self.head(self.norm(last), out)
 
     def weights(self) -> dict[str, Weight]:
         """Every parameter's name, and the checkpoint tensors it is made of."""

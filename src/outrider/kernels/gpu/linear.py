@@ -95,13 +95,15 @@ def linear(
     *,
     gated: bool = False,
     tile: Tile | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up."""
+    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up. `out`:
+    where to put the result, dense."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
     num_rows, inner = x.shape
     num_columns = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = x.new_empty(num_rows, num_columns)
+    out = x.new_empty(num_rows, num_columns) if out is None else out
     if not num_rows:
         return out
     tile = tile or tile_for(num_columns, inner, gated)

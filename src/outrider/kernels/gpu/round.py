@@ -95,28 +95,28 @@ def _lay_out(
         tl.store(judged + at, row.to(tl.int64), mask=at < num_judged)
 
 
-def lay_out(seats: Seats, shape: RoundShape, state: SlotState, pages: tuple[Tensor, int], *, missed: bool) -> Layout:
+def lay_out(
+    seats: Seats,
+    shape: RoundShape,
+    state: SlotState,
+    pages: tuple[Tensor, int],
+    *,
+    missed: bool = False,
+    out: Layout | None = None,
+) -> Layout:
     page_table, page_size = pages
     slots, count, total = seats.slots, shape.num_seats, shape.num_rows
     early, block_b = launch.early(slots), triton.next_power_of_2(count)
-    rows, starts, num_rows, num_drafts = _new_rows(slots, total), *(slots.new_empty(count) for _ in range(3))
-    layout = Layout(
-        rows=rows,
-        page_table=page_table.new_empty(count, page_table.shape[1]),
-        starts=starts,
-        num_rows=num_rows,
-        num_drafts=num_drafts,
-        emits=slots.new_empty(count, dtype=torch.bool),
-        judged=slots.new_empty(shape.num_judged),
-        judged_start=slots.new_empty(count + 1, dtype=torch.int32),
-    )
+    layout = Layout.empty(shape, page_table) if out is None else out
+    rows = layout.rows
     block = _rows_per_program(block_b)
     _lay_out[(max(triton.cdiv(total, block), triton.cdiv(shape.num_judged, block), count), 2)](
         slots, seats.pending, seats.allowed, seats.emits, state.tokens, state.followed if missed else state.computed,
         state.computed, state.draft_count, page_table,
         rows.query_start, rows.input_ids, rows.indices, rows.request, rows.row_slots, rows.locations,
-        starts, num_rows, num_drafts, layout.emits, layout.judged, layout.judged_start, layout.page_table,
-        state.tokens.stride(0), page_table.shape[1], page_size, count, total, shape.num_judged, state.null_slot,
+        layout.starts, layout.num_rows, layout.num_drafts, layout.emits, layout.judged, layout.judged_start,
+        layout.page_table, state.tokens.stride(0), page_table.shape[1], page_size, count, total, shape.num_judged,
+        state.null_slot,
         MISSED=missed, ROWS=block, BLOCK_B=block_b, BLOCK=BLOCK, EARLY=early, num_warps=4, **launch.options(early),
     )  # fmt: skip
     return layout
@@ -163,19 +163,20 @@ def _judge(
     tl.store(kept_out + request, kept)
 
 
-def judge(step: Step, choice: Tensor) -> Verdict:
+def judge(step: Step, choice: Tensor, out: Verdict | None = None) -> Verdict:
     state, batch, early = step.state, step.batch, launch.early(choice)
     num_requests, width = len(batch.slots), 1 + step.shape.max_drafts
     choice = choice.contiguous() if len(choice) else choice.new_zeros(1)
-    count, kept = torch.empty_like(step.starts), torch.empty_like(step.starts)
-    chosen = choice.new_empty(num_requests, width)
+    if out is None:
+        count, kept = torch.empty_like(step.starts), torch.empty_like(step.starts)
+        out = Verdict(choice.new_empty(num_requests, width), count, kept)
     _judge[(num_requests,)](
         choice, batch.input_ids, batch.slots, step.emits, batch.query_start, step.judged_start, step.num_drafts,
-        step.starts, state.tokens, state.lengths, state.computed, state.kept_state, chosen, count, kept,
-        state.tokens.stride(0), width,
+        step.starts, state.tokens, state.lengths, state.computed, state.kept_state, out.tokens, out.count,
+        out.kept, state.tokens.stride(0), width,
         BLOCK_W=triton.next_power_of_2(width), EARLY=early, num_warps=1, **launch.options(early),
     )  # fmt: skip
-    return Verdict(chosen, count, kept)
+    return out
 
 
 @triton.jit
@@ -319,19 +320,39 @@ def shift_taps(step: Step, taps: Tensor, carried: Tensor, rows: Batch, back: int
 
 @triton.jit
 def _write_outcome(
-    slots, lengths, tokens, computed, followed, draft_count, judged, count, kept, predicted, choice, draft, made, table,
-    tokens_row, width, depth, columns, HAS_DRAFT: tl.constexpr, HAS_PREDICTED: tl.constexpr, FOLLOWS: tl.constexpr,
+    slots, lengths, tokens, computed, followed, draft_count, judged, count, kept, predicted, choice, draft, made,
+    num_forced, forced, table, tokens_row, forced_row, width, depth, most, columns,
+    HAS_DRAFT: tl.constexpr, HAS_PREDICTED: tl.constexpr, HAS_FORCED: tl.constexpr, FOLLOWS: tl.constexpr,
     COUNTS: tl.constexpr, BLOCK_W: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """`most`: tokens that a grammar may put into a draft."""
     _begin(EARLY)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + request)
     row = table + request * columns
     place = tl.arange(0, BLOCK_W)
     drafted = tl.full((), 0, dtype=tl.int64)
+    is_predicted, is_forced = tl.full((), 0, dtype=tl.int64), tl.full((), 0, dtype=tl.int64)
+    said = tl.load(count + request)
+    chosen = tl.load(choice + request * width + place, mask=place < width, other=0)
+    if HAS_PREDICTED:
+        is_predicted = tl.load(predicted + request).to(tl.int64)
     if HAS_DRAFT:
         drafted = tl.load(made + request).to(tl.int64)
         token = tl.load(draft + request * depth + place, mask=place < depth, other=0)
+        if HAS_FORCED:
+            left = tl.load(num_forced + request * forced_row).to(tl.int64) - said
+            left = tl.minimum(left, most)
+            if (left > 0) & (said > 0) & (is_predicted == 0):
+                own = forced + request * forced_row + place
+                begun = tl.load(own, mask=place < said, other=0).to(tl.int64)
+                if tl.sum(((place < said) & (begun != chosen)).to(tl.int32)) == 0:
+                    is_forced = tl.full((), 1, dtype=tl.int64)
+                    next_one = tl.load(own + said, mask=place < left, other=0).to(tl.int64)
+                    differs = tl.sum(((place < left) & (next_one != token)).to(tl.int32)) > 0
+                    if differs | (drafted < left):
+                        token = tl.where(place < left, next_one, token)
+                        drafted = left
         tl.store(tokens + slot * tokens_row + tl.load(lengths + slot) + place, token, mask=place < drafted)
         tl.store(row + COUNTS + width + place, token, mask=place < depth)
     tl.store(draft_count + slot, drafted)
@@ -339,27 +360,29 @@ def _write_outcome(
         tl.store(followed + slot, tl.load(computed + slot))
     tl.store(row, tl.load(judged + request))
     tl.store(row + 1, drafted)
-    tl.store(row + 2, tl.load(count + request))
+    tl.store(row + 2, said)
     tl.store(row + 3, tl.load(kept + request))
-    tl.store(row + 4, tl.load(predicted + request).to(tl.int64) if HAS_PREDICTED else 0)
-    chosen = tl.load(choice + request * width + place, mask=place < width, other=0)
+    tl.store(row + 4, is_predicted)
+    tl.store(row + 5, is_forced)
     tl.store(row + COUNTS + place, chosen, mask=place < width)
 
 
 def write_outcome(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:
-    state, early = step.state, launch.early(step.starts)
+    state, early, guidance = step.state, launch.early(step.starts), step.guidance
     num_requests, width = verdict.tokens.shape
     depth = 0 if draft is None else draft.tokens.shape[1]
     predicted = None if draft is None else draft.predicted
-    columns = NUM_COUNTS + width + depth
+    columns, none = NUM_COUNTS + width + depth, verdict.count
     table = verdict.tokens.new_empty(num_requests, columns)
     _write_outcome[(num_requests,)](
         step.batch.slots, state.lengths, state.tokens, state.computed, state.followed, state.draft_count,
-        step.num_drafts, verdict.count, verdict.kept, verdict.count if predicted is None else predicted, verdict.tokens,
-        verdict.count if draft is None else draft.tokens.contiguous(), verdict.count if draft is None else draft.count,
-        table, state.tokens.stride(0), width, depth, columns,
-        HAS_DRAFT=draft is not None, HAS_PREDICTED=predicted is not None, FOLLOWS=not step.shape.rests,
-        COUNTS=NUM_COUNTS, BLOCK_W=triton.next_power_of_2(max(width, depth)), EARLY=early, num_warps=1,
-        **launch.options(early),
+        step.num_drafts, verdict.count, verdict.kept, none if predicted is None else predicted, verdict.tokens,
+        none if draft is None else draft.tokens.contiguous(), none if draft is None else draft.count,
+        none if guidance is None else guidance.num_forced, none if guidance is None else guidance.forced, table,
+        state.tokens.stride(0), 0 if guidance is None else guidance.forced.stride(0), width, depth,
+        min(step.depth, depth), columns,
+        HAS_DRAFT=draft is not None, HAS_PREDICTED=predicted is not None, HAS_FORCED=guidance is not None,
+        FOLLOWS=not step.shape.rests, COUNTS=NUM_COUNTS, BLOCK_W=triton.next_power_of_2(max(width, depth)),
+        EARLY=early, num_warps=1, **launch.options(early),
     )  # fmt: skip
     return table

@@ -1,0 +1,101 @@
+"""One round, in three parts: the target's pass, the choice of tokens with the verdict on drafts, and the next draft.
+No part asks the host anything, so that each can be called as it is, or recorded and replayed (graphs.py). Between the
+first two the host may still say what grammars allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from outrider.engine.drafting import Drafting
+from outrider.engine.sampler import sample
+from outrider.engine.upload import upload
+from outrider.engine.verify import synthetic_choice
+from outrider.kernels.round import judge, write_outcome
+from outrider.models.base import Target
+from outrider.types import Guidance, Hidden, Step, Verdict
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the target computed in a round."""
+
+    hidden: Hidden
+    logits: Tensor  # [L, V] of the judged rows
+
+
+class Round:
+    def __init__(self, target: Target, drafting: Drafting, synthetic_length: float | None) -> None:
+        self.target, self.drafting, self._synthetic_length = target, drafting, synthetic_length
+
+    def forward(self, step: Step, out: Pass | None = None) -> Pass:
+        """`out`: where to put what it computes, as far as the other parts need it."""
+        hidden = self.target(step.batch, self.drafting.taps, out.hidden.taps if out is not None else None)
+        logits = self.target.logits(hidden.last[step.judged], out.logits if out is not None else None)
+        if out is not None and self.drafting.drafter is not None:
+            out.hidden.last.copy_(hidden.last)
+        return Pass(hidden, logits)
+
+    def choose(self, step: Step, logits: Tensor, out: Verdict | None = None) -> Verdict:
+        """The target's own tokens, and how much of the drafts they agree with; committed. Writes over the logits where
+        a grammar forbids something. `out`: where to put the verdict."""
+        choice = sample(logits, step)
+        if self._synthetic_length is not None:
+            choice = synthetic_choice(choice, step, self._synthetic_length)
+        return judge(step, choice, out)
+
+    def draft(self, step: Step, hidden: Hidden, verdict: Verdict) -> Tensor:
+        """A draft for the next round, kept; what the host must know is written down, [B, ...]: see write_outcome()."""
+        return write_outcome(step, verdict, self.drafting.draft(step, hidden, verdict))
+
+
+class RoundParts(Protocol):
+    """A round that is done part by part, in this order."""
+
+    @property
+    def logits(self) -> Tensor:
+        """[L, V] of the judged rows, between forward() and choose()."""
+        ...
+
+    @property
+    def hidden(self) -> Hidden:
+        """Of all rows, after forward()."""
+        ...
+
+    def forward(self) -> None: ...
+
+    def choose(self, said: tuple[Tensor, Tensor] | None) -> None:
+        """`said`: what grammars say, on the host; see Guidance.of()."""
+        ...
+
+    def draft(self) -> Tensor:
+        """The outcomes, on the device."""
+        ...
+
+
+class EagerRound:
+    """As it is, launch by launch."""
+
+    def __init__(self, parts: Round, step: Step) -> None:
+        self._parts, self._step = parts, step
+
+    @property
+    def logits(self) -> Tensor:
+        return self._passed.logits
+
+    @property
+    def hidden(self) -> Hidden:
+        return self._passed.hidden
+
+    def forward(self) -> None:
+        self._passed = self._parts.forward(self._step)
+
+    def choose(self, said: tuple[Tensor, Tensor] | None) -> None:
+        if said is not None:
+            self._step.guidance = Guidance.of(*(upload(each, self.logits.device) for each in said))
+        self._verdict = self._parts.choose(self._step, self.logits)
+
+    def draft(self) -> Tensor:
+        return self._parts.draft(self._step, self.hidden, self._verdict)
