@@ -9,11 +9,23 @@ from outrider.kernels.masks import restrict
 from outrider.kernels.sampling import choose
 from outrider.types import Batch, Sampling, SlotState, Step
 
+ADJUSTED_ROWS = 128  # at a time: what it takes to adjust logits is several times as large as they are
+
 
 def adjust(logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState) -> Tensor:
     """Bias, bars and penalties on logits [R, V] of batch rows `rows` [R]: row j is judged by tokens[: j + 1]."""
     if not sampling.adjusts:
         return logits
+    if len(rows) <= ADJUSTED_ROWS:
+        return _adjust(logits, sampling, batch, rows, state)
+    adjusted = torch.empty_like(logits, dtype=torch.float32)
+    parts = zip(*(each.split(ADJUSTED_ROWS) for each in (adjusted, logits, rows)), strict=True)
+    for part, own, judged in parts:
+        part.copy_(_adjust(own, sampling, batch, judged, state))
+    return adjusted
+
+
+def _adjust(logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState) -> Tensor:
     slots = batch.row_slots[rows]
     logits = logits.float()
     if sampling.bias is not None:
