@@ -14,9 +14,7 @@ import tiny
 from samples import METHODS, Oracle, drafter_settings, guide, sample_target, suits
 
 from outrider import LLM, SamplingParams
-from outrider.engine.request import Request
 from outrider.llm import total_speculation
-from outrider.sampling_params import Guided
 
 pytestmark = pytest.mark.usefixtures("recording")
 
@@ -177,38 +175,3 @@ def test_warm_up(pages: int | None, target_path: Callable[..., Path], tmp_path: 
         if pages is None:
             assert answers(llm, GREEDY) == plain
             assert llm.engine.num_recordings == recorded
-
-
-def drafts_of(request: Request) -> list[list[int]]:
-    return [entry["draft"] for entry in request.trace]
-
-
-def test_guided_requests_join_rounds_under_way() -> None:
-    """Whose masks are computed before it is known how many drafts the others have; log-probabilities of a prompt are
-    found among rows whose number is known to the device alone."""
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, trace=True)
-    guided = replace(params, guided=Guided(regex="(yes|no|maybe)( and (yes|no|maybe)){6}"), ignore_eos=False)
-    scored = replace(params, max_tokens=4, prompt_logprobs=0)
-    asked = [("Once upon a time", params), ("The sun is", params), ("One day a boy", params), ("Is it so?", guided),
-             ("Was it so?", guided), ("A cat sat on the mat", scored)]  # fmt: skip
-    with LLM(None, None, enforce_eager=True, device="cpu") as llm:
-        plain = [llm.generate(text, each)[0] for text, each in asked]
-    with LLM(None, {"method": "ngram", "prompt_lookup_min": 1}, max_num_seqs=6, device="cpu") as llm:
-        requests = [llm.requests_for(text, each, number)[0] for number, (text, each) in enumerate(asked)]
-        engine = llm.engine
-        for request in requests[:3]:
-            engine.add(request)
-        for request in requests[3:]:
-            for _ in range(4):
-                engine.step()
-            engine.add(request)
-        while engine.has_work:
-            engine.step()
-        assert engine.num_recorded_rounds > 0
-        assert len({drafted for request in requests for drafted in map(len, drafts_of(request))}) > 2
-    assert [request.outputs for request in requests] == [output.outputs[0].token_ids for output in plain]
-    found, expected = requests[-1].prompt_logprobs, plain[-1].prompt_logprobs
-    assert expected is not None
-    assert [row and {token: one.logprob for token, one in row.items()} for row in found] == [
-        row and {token: one.logprob for token, one in row.items()} for row in expected
-    ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider import LLM, SamplingParams
 from outrider.engine import ending
 from outrider.engine.grammar import Guide
+from outrider.engine.masks import fill_masks
 from outrider.sampling_params import Guided
 
 pytest.importorskip("xgrammar")
@@ -105,7 +106,8 @@ def wander(guide: Guide, vocab_size: int, end_ids: frozenset[int], source: rando
     tokens: list[int] = []
     num_tried = 0
     while not tokens or tokens[-1] not in end_ids:
-        (_, bits), *_ = guide.masks([])
+        (_, mask), *_ = guide.masks([])
+        (bits,) = fill_masks([mask])
         choice = source.choice(allowed(bits, vocab_size))
         if source.random() < 0.3:  # a draft leaves no trace, whatever becomes of it
             guide.masks([choice, *source.sample(range(vocab_size), 2)])

@@ -11,6 +11,7 @@ import torch
 
 from outrider import LLM, SamplingParams
 from outrider.engine.grammar import Guide
+from outrider.engine.masks import Unfilled, fill_masks
 from outrider.engine.vocabulary import begun_of, is_past
 from outrider.sampling_params import Guided
 
@@ -31,10 +32,11 @@ def encode(llm: LLM, *pieces: str) -> list[int]:
     return [token for piece in pieces for token in llm.tokenizer.encode(piece, add_special_tokens=False)]
 
 
-def allowed(masks: list[tuple[int, torch.Tensor]], row: int = 0) -> set[int] | None:
+def allowed(masks: list[tuple[int, torch.Tensor | Unfilled]], row: int = 0) -> set[int] | None:
     """Ids; None: all, or it does not matter."""
-    for number, bits in masks:
+    for number, mask in masks:
         if number == row:
+            (bits,) = fill_masks([mask])
             return set((bits[:, None] >> torch.arange(32) & 1).flatten().nonzero().flatten().tolist())
     return None
 

@@ -21,6 +21,7 @@ from tokenizers import decoders, models
 
 from outrider import LLM, RequestOutput, SamplingParams
 from outrider.engine.grammar import Grammars, Guide
+from outrider.engine.masks import Unfilled, fill_masks
 from outrider.kernels.masks import restrict
 from outrider.llm import total_speculation
 from outrider.outputs import CompletionOutput
@@ -246,10 +247,11 @@ def test_logprobs_are_the_targets_own(llm: LLM, plain: LLM) -> None:
 # masks, row by row
 
 
-def allowed(masks: list[tuple[int, torch.Tensor]], row: int) -> set[int] | None:
+def allowed(masks: list[tuple[int, torch.Tensor | Unfilled]], row: int) -> set[int] | None:
     """Ids; None: all, or it does not matter."""
-    for number, bits in masks:
+    for number, mask in masks:
         if number == row:
+            (bits,) = fill_masks([mask])
             return set((bits[:, None] >> torch.arange(32) & 1).flatten().nonzero().flatten().tolist())
     return None
 

@@ -61,7 +61,8 @@ def taken(budget: Budget, config: EngineConfig) -> int:
     """All but what the working memory is reckoned to be."""
     judged = config.max_num_seqs * 6
     working = demand().working_bytes(config.max_num_batched_tokens, judged) + GRAPH_BYTES
-    return budget.weight_bytes + budget.cache_bytes + working
+    tables = (config.max_num_seqs + 1) * demand().vocab_size * (4 + 6 / 8)  # biases, and masks of six rows
+    return budget.weight_bytes + budget.cache_bytes + working + int(tables)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])

@@ -13,7 +13,7 @@ from outrider.engine.runner import Runner
 from outrider.kernels import dispatch
 from outrider.kernels import round as reference
 from outrider.kernels.gpu import round as gpu
-from outrider.types import Draft, RoundShape, Seats, Step, Verdict
+from outrider.types import Draft, Guidance, RoundShape, Seats, Step, Verdict
 
 TAPS, HIDDEN, PAGE_SIZE, NUM_SLOTS, LOOKAHEAD = 2, 24, 4, 6, 5
 # seats: slot, known tokens, drafts allowed, whether it emits
@@ -174,7 +174,9 @@ def test_extension(people: list[list[int]], shape: RoundShape, catching: tuple[i
     assert found[:inside].equal(expected[:inside])
 
 
-@pytest.mark.parametrize("kind", ["none", "draft", "predicted"])
+@pytest.mark.parametrize(
+    "kind", ["none", "draft", "predicted", *(f"forced {first}" for first in range(6)), "forced, predicted 3"]
+)
 @pytest.mark.parametrize(("people", "shape"), ROUNDS)
 def test_outcome(people: list[list[int]], shape: RoundShape, kind: str) -> None:
     ours, theirs = make_cache(), make_cache()
@@ -182,7 +184,11 @@ def test_outcome(people: list[list[int]], shape: RoundShape, kind: str) -> None:
     verdicts = [reference.judge_reference(step, right_choices(step, 5)) for step in steps]
     tokens = torch.arange(shape.num_seats * LOOKAHEAD, device=DEVICE).view(-1, LOOKAHEAD)
     count = torch.where(steps[0].emits, torch.arange(shape.num_seats, device=DEVICE) % (LOOKAHEAD + 1), 0)
-    draft = None if kind == "none" else Draft(tokens, count, count > 2 if kind == "predicted" else None)
+    draft = None if kind == "none" else Draft(tokens, count, count > 2 if "predicted" in kind else None)
+    if draft is not None and "forced" in kind:
+        for step in steps:
+            step.guidance = forced_guidance(verdicts[0], draft, int(kind[-1]))
+        draft = check_forced(steps[0], verdicts[0], draft)
     table = gpu.write_outcome(steps[0], verdicts[0], draft)
     wanted = reference.write_outcome_reference(steps[1], verdicts[1], draft)
     assert table.equal(wanted)
@@ -191,6 +197,50 @@ def test_outcome(people: list[list[int]], shape: RoundShape, kind: str) -> None:
     assert ours.state.tokens[:, :-1].equal(theirs.state.tokens[:, :-1])
     for number, row in enumerate(table.tolist()[: len(people)]):
         check_outcome(row, shape, number, steps[0], (verdicts[0], draft))
+
+
+def forced_guidance(verdict: Verdict, draft: Draft, first: int) -> Guidance:
+    """Of seats in turn, from the `first` kind on: nothing is forced; the verdict goes another way; it ends there; it
+    goes on otherwise than the draft; as the draft does, but longer; as the draft does, and not as far."""
+    num_judged, rows = 1 + LOOKAHEAD, []
+    for seat, (said, own) in enumerate(zip(verdict.tokens.tolist(), draft.tokens.tolist(), strict=True)):
+        said, own = said[: int(verdict.count[seat])], own[: int(draft.count[seat])]
+        other, longer = [*said, 7, 8, 9], [*said, *own, 7]
+        runs = [[], [*(each + 1 for each in said), 7], said, other, longer, [*said, *own[:1]]]
+        run = runs[(first + seat) % 6]
+        rows.append(([0] * num_judged + [len(run)] + run + [0] * 40)[: 3 * num_judged])
+    return Guidance.of(torch.tensor(rows, dtype=torch.int32, device=DEVICE), torch.zeros(1, 2, device=DEVICE).int())
+
+
+def check_forced(step: Step, verdict: Verdict, draft: Draft) -> Draft:
+    """The torch code against a loop."""
+    assert step.guidance is not None
+    found = reference.with_forced(step, verdict, draft)
+    for seat, count in enumerate(verdict.count.tolist()):
+        run = step.guidance.forced[seat, : int(step.guidance.num_forced[seat])].tolist()
+        said, own = verdict.tokens[seat, :count].tolist(), draft.tokens[seat, : int(draft.count[seat])].tolist()
+        left = run[count:][: step.depth]
+        is_forced = count > 0 and bool(left) and run[:count] == said
+        is_forced &= draft.predicted is None or not bool(draft.predicted[seat])
+        expected = own if not is_forced or own[: len(left)] == left else left
+        assert found.tokens[seat, : int(found.count[seat])].tolist() == expected
+        assert found.forced is not None
+        assert bool(found.forced[seat]) == is_forced
+    return draft
+
+
+def test_some_drafts_are_forced() -> None:
+    """Others are not, and a draft that says the same and more stays."""
+    seen = set()
+    for first in range(6):
+        step = make_step(make_cache(), DECODING, ROUNDS[0][1])
+        verdict = reference.judge_reference(step, right_choices(step, 5))
+        draft = Draft(torch.arange(20, device=DEVICE).view(4, LOOKAHEAD), torch.tensor([2, 2, 2, 0], device=DEVICE))
+        step.guidance = forced_guidance(verdict, draft, first)
+        found = reference.with_forced(step, verdict, draft)
+        assert found.forced is not None
+        seen |= set(zip(found.forced.tolist(), found.count.tolist(), strict=True))
+    assert seen == {(False, 2), (False, 0), (True, 3), (True, 2)}
 
 
 def check_outcome(
@@ -202,6 +252,8 @@ def check_outcome(
     count = int(verdict.count[number])
     assert outcome.num_judged == int(step.num_drafts[number])
     assert (outcome.tokens, outcome.kept) == (verdict.tokens[number, :count].tolist(), int(verdict.kept[number]))
+    draft = None if draft is None else reference.with_forced(step, verdict, draft)
     drafted = [] if draft is None else draft.tokens[number, : int(draft.count[number])].tolist()
     assert outcome.draft == drafted
+    assert outcome.forced is (draft is not None and draft.forced is not None and bool(draft.forced[number]))
     assert outcome.predicted is (draft is not None and draft.predicted is not None and bool(draft.predicted[number]))

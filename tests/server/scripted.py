@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider import LLM
 from outrider.engine.grammar import Guide
+from outrider.engine.masks import fill_masks
 from outrider.engine.request import Request
 from outrider.engine.vocabulary import Vocabulary
 from outrider.sampling_params import SamplingParams
@@ -59,8 +60,14 @@ class ScriptGuide:
     def is_closing(self) -> bool:
         return self._own is not None and self._own.is_closing
 
+    def num_fitting(self, draft: Sequence[int]) -> int:
+        return len(draft)
+
+    def forced(self, limit: int) -> list[int]:
+        return []  # the draft is the script's
+
     def masks(self, draft: Sequence[int]) -> list[tuple[int, Tensor]]:
-        own = dict(self._own.masks(draft)) if self._own is not None else {}
+        own = {row: fill_masks([mask])[0] for row, mask in self._own.masks(draft)} if self._own is not None else {}
         for row in range(len(draft) + 1):
             if self._num_said + row < len(self._script):
                 forced = self._vocabulary.bits([self._script[self._num_said + row]])

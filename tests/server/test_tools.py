@@ -14,6 +14,7 @@ from running import Running, Serve
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from outrider.engine.grammar import Grammars
+from outrider.engine.masks import fill_masks
 from outrider.sampling_params import Guided
 from outrider.server.messages import message_of
 from outrider.server.parsers import (
@@ -254,7 +255,8 @@ def is_matched(guided: Guided, tokenizer: Tokenizer, text: str) -> bool:
     grammars = Grammars(tokenizer, tokenizer.vocab_size, frozenset([tokenizer.eos_token_id]))
     guide = grammars.guide(guided)
     for token in (*tokenizer.encode(text), tokenizer.eos_token_id):
-        ((_, bits),) = guide.masks([])
+        ((_, mask),) = guide.masks([])
+        (bits,) = fill_masks([mask])
         allowed = bool(bits[token // 32] >> (token % 32) & 1)
         assert guide.accept(token) == allowed
         if not allowed:

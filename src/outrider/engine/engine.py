@@ -304,7 +304,8 @@ class Engine:
         if self._graphs is not None and self.drafting.is_recordable:
             depths, may_rest = self.drafting.policy.depths, self.drafter is not None
             most = self.scheduler.limits.max_num_batched_tokens
-            self._graphs.warm_up(self._graphs.usual_shapes(depths, most, may_rest=may_rest))
+            shapes = self._graphs.usual_shapes(depths, most, may_rest=may_rest)
+            self._graphs.warm_up(shapes, guided=self.tokenizer is not None)
         room = self.scheduler.pool.capacity * self.scheduler.limits.page_size - 1 - self.lookahead
         room = min(self.max_model_len, room)
         with self.drafting_with(self.drafter, FixedDepth(self.lookahead)):  # nothing is to be learnt from this

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.engine.ending import Countdown, Ending, certain_text
 from outrider.engine.grammar_limits import MAX_GRAMMAR_LEN, check_grammar, check_regex, schema_text, tag_text
+from outrider.engine.masks import Unfilled, fill_masks
 from outrider.engine.vocabulary import Spelling, Vocabulary, begun_of, is_past
 from outrider.extras import extra_missing
 from outrider.sampling_params import PROMPT_TAIL, Guided
@@ -244,12 +245,12 @@ class Guide:
             self._matcher.rollback(self._place.num_matched - place.num_matched)
         self._place = place
 
-    def masks(self, draft: Sequence[int]) -> list[tuple[int, Tensor]]:
+    def masks(self, draft: Sequence[int]) -> list[tuple[int, Tensor | Unfilled]]:
         """What is allowed after row 0 (the committed text), and after each token of a draft: (row, bits).
 
         Left out are rows where all is allowed, and those after a draft token that is forbidden: it will be rejected."""
         place = self._place
-        found: list[tuple[int, Tensor]] = []
+        found: list[tuple[int, Tensor | Unfilled]] = []
         for row in range(len(draft) + 1):
             if row and not self.accept(draft[row - 1]):
                 break
@@ -289,14 +290,18 @@ class Guide:
         ends = self._vocabulary.end_ids
         if len(ends) > 1 or (way is None and not self._matcher.is_completed()):
             return ()
-        return tuple(ends) if way is not None or self._bound_mask().equal(self._vocabulary.ends) else ()
+        return tuple(ends) if way is not None or self._bound_bits().equal(self._vocabulary.ends) else ()
 
     @property
     def is_stuck(self) -> bool:
         """Whether nothing more can come: the grammar has ended, or allows nothing this vocabulary can write."""
-        return self._matcher.is_terminated() or not self._next().any()
+        if self._matcher.is_terminated():
+            return True
+        bits = torch.empty(1, self._vocabulary.num_words, dtype=torch.int32)
+        self._matcher.fill_next_token_bitmask(bits)
+        return not bits.any()
 
-    def _mask(self) -> Tensor | None:
+    def _mask(self) -> Tensor | Unfilled | None:
         """None: all is allowed."""
         place = self._place
         way = place.countdown.way if place.countdown is not None else None
@@ -309,19 +314,16 @@ class Guide:
         bits = self._vocabulary.opening(self._opening[len(place.begun) :], self._closing)
         self._place = replace(place, begun=None, pending=())
         if all(self._accept_bound(each) for each in place.pending):
-            bits = bits | self._bound_mask()
+            bits = bits | self._bound_bits()
         self._go_back(place)
         return bits
 
-    def _bound_mask(self) -> Tensor:
-        ended = self._matcher.is_terminated()
-        bits = None if ended else self._next()
-        return bits if bits is not None and bits.any() else self._vocabulary.ends
+    def _bound_mask(self) -> Tensor | Unfilled:
+        ends = self._vocabulary.ends
+        return ends if self._matcher.is_terminated() else Unfilled(self._matcher.fork(), ends)
 
-    def _next(self) -> Tensor:
-        bits = torch.empty(1, self._vocabulary.num_words, dtype=torch.int32)
-        self._matcher.fill_next_token_bitmask(bits)
-        return bits[0]
+    def _bound_bits(self) -> Tensor:
+        return fill_masks([self._bound_mask()])[0]
 
 
 def choice_grammar(choices: Sequence[str]) -> str:

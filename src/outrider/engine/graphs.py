@@ -30,6 +30,7 @@ FEW_SEATS = (8, 16, 32, 64, 128, 256, 512)
 
 
 PLAIN = Flags(filtered=False, adjusted=False)
+KINDS = (PLAIN, Flags(filtered=True, adjusted=False), Flags(filtered=True, adjusted=True))  # all that is told apart
 
 
 class Part(Enum):
@@ -141,11 +142,13 @@ class Graphs:
         end.synchronize()
         return begin.elapsed_time(end) / count
 
-    def warm_up(self, shapes: Sequence[RoundShape]) -> None:
-        """Records rounds of these sizes beforehand, which also compiles their kernels; the largest first, so that the
-        others find its memory."""
+    def warm_up(self, shapes: Sequence[RoundShape], *, guided: bool) -> None:
+        """Records rounds of these sizes beforehand, for all that may be asked of sampling, which also compiles their
+        kernels; the largest first, so that the others find its memory. `guided`: there may be grammars."""
+        kinds = [replace(kind, masked=masked) for kind in KINDS for masked in ((False, True) if guided else (False,))]
         for shape in sorted(shapes, key=lambda each: (each.num_rows, each.num_seats), reverse=True):
-            self._prepare(self.keys(shape, PLAIN))
+            for kind in kinds:
+                self._prepare(self.keys(shape, kind))
 
     def usual_shapes(self, depths: Sequence[int], max_rows: int, *, may_rest: bool) -> list[RoundShape]:
         """What fitted() says for rounds of so many rows, with such depths: everybody decodes, or prompts are read, the

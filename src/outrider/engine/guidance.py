@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.engine.masks import Unfilled, fill_masks
 from outrider.engine.request import Work
 from outrider.types import RoundShape
 
@@ -15,7 +16,7 @@ def guidance_of(plan: Sequence[Work], shape: RoundShape, num_judged: int) -> tup
     """Head [B, 3 J] and bits [G, W] of a plan whose requests' drafts are known, None where no grammar has a say in it.
     `num_judged`: J."""
     head: Tensor | None = None
-    bits: list[Tensor] = []
+    bits: list[Tensor | Unfilled] = []
     for seat, work in enumerate(plan):
         guide = work.request.guide
         if guide is None or not work.emits or not work.is_current:
@@ -34,4 +35,4 @@ def guidance_of(plan: Sequence[Work], shape: RoundShape, num_judged: int) -> tup
         if head is None:
             head = torch.zeros(shape.num_seats, 3 * num_judged, dtype=torch.int32)
         head[seat] = torch.tensor(row, dtype=torch.int32)
-    return None if head is None else (head, torch.stack(bits))
+    return None if head is None else (head, fill_masks(bits))

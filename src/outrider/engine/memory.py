@@ -73,6 +73,11 @@ class Demand:
         layers = [layer for model in self.models for layer in recurrent_layers(model)]
         return bytes_per_slot(layers, self.lookahead, self.missable_width * self.itemsize)
 
+    def option_bytes(self, num_slots: int) -> int:
+        """What requests may ask of sampling that is as wide as the vocabulary: a bias, and on every row that may be
+        judged, what a grammar allows."""
+        return num_slots * self.vocab_size * 4 + num_slots * (1 + self.lookahead) * self.vocab_size // 8
+
     def page_bytes(self, page_size: int) -> int:
         layers = [layer for model in self.models for layer in cached_layers(model)]
         return max(bytes_per_page(layers, page_size, self.tap_width, self.itemsize), 1)  # all may be recurrent
@@ -152,6 +157,7 @@ def _left_on_gpu(config: EngineConfig, demand: Demand, weight_bytes: int) -> int
     device = config.torch_device
     judged = config.max_num_seqs * (1 + demand.lookahead)
     working = demand.working_bytes(max(config.max_num_batched_tokens, judged), judged) + GRAPH_BYTES
+    working += demand.option_bytes(config.max_num_seqs + 1)
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, unused
     return min(int(total * config.gpu_memory_utilization) - weight_bytes, free) - working

@@ -10,22 +10,29 @@ from outrider.kernels.penalties import penalise
 from outrider.kernels.sampling import choose
 from outrider.types import Batch, Sampling, SlotState, Step
 
+ADJUSTED_ROWS = 128  # at a time: what it takes to adjust logits is several times as large as they are
+
 
 def adjust(logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState) -> Tensor:
     """Bias, bars and penalties on logits [R, V] of batch rows `rows` [R]: row j is judged by tokens[: j + 1]."""
     if not sampling.adjusts:
         return logits
-    slots, last = batch.row_slots[rows], batch.indices[rows]
     adjusted = logits.to(torch.float32, copy=True)
-    if sampling.bias is not None:
-        adjusted += sampling.bias[slots]
-    if sampling.bounded:
-        _bar(adjusted, sampling.end_ids[slots], (last + 1 < sampling.min_len[slots])[:, None])
-    if sampling.bad_words is not None:
-        _bar_bad_words(adjusted, sampling.bad_words[slots], state.tokens, slots, last)
-    if sampling.penalised:
-        penalise(adjusted, sampling, slots, last, state.tokens, batch.max_len)
+    for part, judged in zip(adjusted.split(ADJUSTED_ROWS), rows.split(ADJUSTED_ROWS), strict=True):
+        _adjust(part, sampling, batch, judged, state)
     return adjusted
+
+
+def _adjust(logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState) -> None:
+    slots, last = batch.row_slots[rows], batch.indices[rows]
+    if sampling.bias is not None:
+        logits += sampling.bias[slots]
+    if sampling.bounded:
+        _bar(logits, sampling.end_ids[slots], (last + 1 < sampling.min_len[slots])[:, None])
+    if sampling.bad_words is not None:
+        _bar_bad_words(logits, sampling.bad_words[slots], state.tokens, slots, last)
+    if sampling.penalised:
+        penalise(logits, sampling, slots, last, state.tokens, batch.max_len)
 
 
 def sample(logits: Tensor, step: Step) -> Tensor:
