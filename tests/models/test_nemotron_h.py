@@ -218,18 +218,6 @@ def test_plain_is_speculative(
     assert 0 < total.accepted < total.drafted
 
 
-def test_prefixes_are_not_reused(target_path: Callable[..., Path]) -> None:
-    """A page does not hold the state, so that the switch has no effect here."""
-    (prompt,) = random_texts(1, 30)
-    with LLM(target_path("nemotron_h"), None, enable_prefix_caching=True, **SMALL) as llm:
-        assert llm.budget.state_bytes > 0
-        first, second = llm.generate([prompt], GREEDY)[0], llm.generate([prompt], GREEDY)[0]
-        longer = llm.generate([prompt + first.outputs[0].token_ids[:12]], replace(GREEDY, max_tokens=12))[0]
-    assert first.num_cached_tokens == second.num_cached_tokens == longer.num_cached_tokens == 0
-    assert first.outputs[0].token_ids == second.outputs[0].token_ids
-    assert longer.outputs[0].token_ids == first.outputs[0].token_ids[12:]
-
-
 # ---- a draft model with recurrent states ----
 
 
