@@ -18,7 +18,7 @@ from outrider.matrix import support_matrix
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=24, temperature=0.8, seed=11, ignore_eos=True)
-SMALL: dict[str, Any] = {"max_model_len": 128, "page_size": 4}
+SMALL: dict[str, Any] = {"max_model_len": 128, "page_size": 4, "snapshot_interval": 16}
 PAIRS = [(family, method) for family in tiny.FAMILIES for method in METHODS if suits(method, family)]
 
 

@@ -158,6 +158,8 @@ class EngineConfig:
     kv_cache_memory: int | None = None  # bytes; None: what the longest allowed requests need, within a share of memory
     gpu_memory_utilization: float = 0.9  # of a GPU's memory, for weights, activations and cache together
     enable_prefix_caching: bool = True
+    num_snapshots: int | None = None  # of recurrent states, for reuse; 0: none; None: within a share of memory
+    snapshot_interval: int = 256  # tokens from one to the next, as a text goes on
     num_predicted_tokens: int = 16  # drafted at once from a request's own prediction, at most
     watchdog: WatchdogConfig | None = WatchdogConfig()
     enforce_eager: bool = False  # no CUDA graphs
@@ -167,7 +169,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.num_predicted_tokens <= 1024:
             raise ValueError(f"num_predicted_tokens must be from 0 to 1024, not {self.num_predicted_tokens!r}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+        if self.num_snapshots is not None and (not isinstance(self.num_snapshots, int) or self.num_snapshots < 0):
+            raise ValueError(f"num_snapshots must be a whole number, 0 for none, not {self.num_snapshots!r}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "snapshot_interval"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")

@@ -85,6 +85,7 @@ class SlotState:
     followed: Tensor  # [S] how many of them the drafter has seen
     draft_count: Tensor  # [S] draft tokens that follow the committed ones
     kept_state: Tensor  # [S] which of the recurrent states kept in the last round is the true one
+    wanted: Tensor | None = None  # [2, W, S] snapshots of recurrent states: after how many tokens, and in which place
     positions: Tensor | None = None  # [S, 3, W] rotary positions where they are not the index: time, height, width
     last_key: Tensor | None = None  # [S, W] the last index a row sees, where that may be after it: within images
     feature_rows: Tensor | None = None  # [S, W] which of the features stands for a token, -1: none
@@ -148,6 +149,7 @@ class Recurrence:
     read: Tensor  # [B] which of the kept states
     rows: Tensor  # [B, E] rows of the pass whose state is kept, in places first, first + 1, ...
     first: int = 0
+    wanted: Tensor | None = None  # see SlotState: snapshots are taken where the pass comes by
 
 
 @dataclass(frozen=True)

@@ -191,12 +191,12 @@ def test_with_slow_kernels(kernels: str, sample: Callable[..., Sample]) -> None:
 
 def check_drafts_and_pages(made: Sample, lookahead: int, mode: str, tolerance: float) -> None:
     truth = made.say(PROMPTS)
-    with open_llm(made, lookahead, page_size=4) as llm:
+    with open_llm(made, lookahead, page_size=4, snapshot_interval=4) as llm:
         watch = Watch(llm, accepting(mode, truth, lookahead))
         texts = watch.generate(PROMPTS, GREEDY)
         again = watch.generate(PROMPTS, GREEDY)
         scheduler = llm.engine.scheduler
-        assert scheduler.stats.hit > 0 or not scheduler.limits.prefix_caching
+        assert scheduler.stats.hit > 0
     assert texts == again == [tuple(each) for each in truth]
     assert len(watch.drafts) > 30
     assert len(watch.entries) > 60

@@ -16,7 +16,7 @@ from outrider.kernels.mamba import MambaWeights, mamba_native, mamba_reference
 from outrider.types import Batch, Recurrence
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler: the native kernels are not built")
-NUM_SLOTS, NUM_ENTRIES = 5, 4
+NUM_SLOTS, NUM_ENTRIES, NUM_PLACES, NUM_WANTED = 5, 4, 9, 3
 Kernel = Callable[..., Tensor]
 
 
@@ -61,16 +61,36 @@ def make_states(sizes: Sizes) -> tuple[Tensor, Tensor]:
     return conv, torch.randn(*entries, sizes.num_heads, sizes.state_size, sizes.head_dim)
 
 
-def make_batch(num_rows: Sequence[int], slots: Sequence[int], recurrence: Recurrence) -> Batch:
-    """Only what recurrent layers look at means anything."""
+def make_snapshots(sizes: Sizes) -> tuple[Tensor, Tensor]:
+    conv = torch.randn(NUM_PLACES, sizes.kernel - 1, sizes.channels)
+    return conv, torch.randn(NUM_PLACES, sizes.num_heads, sizes.state_size, sizes.head_dim)
+
+
+def make_wanted(num_rows: Sequence[int], slots: Sequence[int], firsts: Sequence[int]) -> Tensor:
+    """Of every request some snapshots, in places of their own: after rows of the pass, and after some that are not."""
+    wanted = torch.zeros(2, NUM_WANTED, NUM_SLOTS, dtype=torch.long)
+    places = iter((torch.randperm(NUM_PLACES - 1) + 1).tolist())
+    for count, slot, first in zip(num_rows, slots, firsts, strict=True):
+        for column in torch.randperm(NUM_WANTED)[:2].tolist():
+            end = first + int(torch.randint(-1, count + 2, ()))
+            wanted[:, column, slot] = torch.tensor([end, next(places)])
+    return wanted
+
+
+def make_batch(
+    num_rows: Sequence[int], slots: Sequence[int], recurrence: Recurrence, firsts: Sequence[int] | None = None
+) -> Batch:
+    """Only what recurrent layers look at means anything. `firsts`: the cache index of each request's first row."""
     counts = torch.tensor(num_rows)
+    begins = firsts or [0] * len(num_rows)
+    indices = torch.cat([begin + torch.arange(count) for begin, count in zip(begins, num_rows, strict=True)])
     total = int(counts.sum())
     start = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
     nothing = torch.zeros(total, dtype=torch.long)
     return Batch(
         input_ids=nothing,
         positions=nothing,
-        indices=nothing,
+        indices=indices,
         query_start=start.int(),
         request=torch.repeat_interleave(counts),
         row_slots=torch.tensor(slots)[torch.repeat_interleave(counts)],
@@ -84,7 +104,13 @@ def make_batch(num_rows: Sequence[int], slots: Sequence[int], recurrence: Recurr
     )
 
 
-def slow(projected: Tensor, states: tuple[Tensor, Tensor], batch: Batch, weights: MambaWeights) -> Tensor:
+def slow(
+    projected: Tensor,
+    states: tuple[Tensor, Tensor],
+    batch: Batch,
+    weights: MambaWeights,
+    snapshots: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Request after request, row after row, head after head, in float64."""
     recurrence = batch.recurrence
     assert recurrence is not None
@@ -113,6 +139,11 @@ def slow(projected: Tensor, states: tuple[Tensor, Tensor], batch: Batch, weights
                 if wanted == row:
                     for each, value in zip(states, (window, state), strict=True):
                         each[slot, recurrence.first + place] = value.float()
+            if snapshots is not None and recurrence.wanted is not None:
+                for end, place in recurrence.wanted[:, :, slot].T.tolist():
+                    if end == batch.indices[row] + 1:
+                        for each, value in zip(snapshots, (window, state), strict=True):
+                            each[place] = value.float()
     return out.flatten(1)
 
 
@@ -163,6 +194,38 @@ def test_it_equals_float64(
         others = [slot for slot in range(NUM_SLOTS) if slot not in slots]
         assert torch.equal(mine[others], theirs[others]), "another slot's state was touched"
         assert torch.equal(mine[:, :first], theirs[:, :first]), "a place that was not asked for was written"
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", [mamba_native, mamba_reference])
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any),
+    kernel_size=st.integers(1, 4),
+    head_dim=st.sampled_from([1, 16, 40]),
+    seed=st.integers(0, 2**31),
+)
+def test_snapshots(kernel: Kernel, num_rows: list[int], kernel_size: int, head_dim: int, seed: int) -> None:
+    """Those that are wanted after a row of the pass are taken, whatever else is kept; all others are left alone."""
+    torch.manual_seed(seed)
+    sizes = Sizes(2, head_dim, 5, 2, kernel_size)
+    weights, states, snapshots = make_weights(sizes), make_states(sizes), make_snapshots(sizes)
+    slots = torch.randperm(NUM_SLOTS)[: len(num_rows)].tolist()
+    firsts = torch.randint(0, 50, (len(num_rows),)).tolist()
+    last = torch.tensor(num_rows).cumsum(0) - 1
+    read = torch.randint(0, NUM_ENTRIES, (len(num_rows),)) * (torch.tensor(num_rows) > 0)  # without rows nothing moves
+    recurrence = Recurrence(read, last[:, None])
+    recurrence = replace(recurrence, wanted=make_wanted(num_rows, slots, firsts))
+    batch = make_batch(num_rows, slots, recurrence, firsts)
+    projected = torch.randn(sum(num_rows), sizes.inner + sizes.channels + 2)
+    expected_states = states[0].clone(), states[1].clone()
+    expected = snapshots[0].clone(), snapshots[1].clone()
+    out = slow(projected, expected_states, batch, weights, expected)
+    with torch.inference_mode():
+        actual = kernel(projected, states, batch, weights, snapshots)
+    torch.testing.assert_close(actual.double(), out, rtol=2e-5, atol=1e-4)
+    for mine, theirs in zip((*states, *snapshots), (*expected_states, *expected), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
 
 
 @needs_compiler

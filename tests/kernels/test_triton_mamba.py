@@ -8,7 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_mamba import NUM_ENTRIES, NUM_SLOTS, Sizes, make_batch, make_states, make_weights
+from test_mamba import (
+    NUM_ENTRIES,
+    NUM_SLOTS,
+    Sizes,
+    make_batch,
+    make_snapshots,
+    make_states,
+    make_wanted,
+    make_weights,
+)
 from test_triton import CUDA, DEVICE, DTYPES, TOLERANCE
 from torch import Tensor
 
@@ -34,11 +43,14 @@ def states_of(sizes: Sizes) -> States:
     return conv.to(DEVICE), heads.to(DEVICE)
 
 
-def batch_of(num_rows: Sequence[int], slots: Sequence[int], recurrence: Recurrence) -> Batch:
-    batch = make_batch(num_rows, slots, recurrence)
-    for name in ("query_start", "request", "slots"):
+def batch_of(
+    num_rows: Sequence[int], slots: Sequence[int], recurrence: Recurrence, firsts: Sequence[int] | None = None
+) -> Batch:
+    batch = make_batch(num_rows, slots, recurrence, firsts)
+    for name in ("query_start", "request", "slots", "indices"):
         setattr(batch, name, getattr(batch, name).to(DEVICE))
-    moved = Recurrence(recurrence.read.to(DEVICE), recurrence.rows.to(DEVICE), recurrence.first)
+    wanted = None if recurrence.wanted is None else recurrence.wanted.to(DEVICE)
+    moved = Recurrence(recurrence.read.to(DEVICE), recurrence.rows.to(DEVICE), recurrence.first, wanted)
     return replace(batch, recurrence=moved)
 
 
@@ -91,6 +103,31 @@ def test_it_equals_the_reference(
         torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
         assert torch.equal(mine[others], other[others]), "another slot's state was touched"
         assert torch.equal(mine[:, :first], other[:, :first]), "a place that was not asked for was written"
+
+
+@pytest.mark.parametrize("seed", range(12))
+@torch.no_grad()
+def test_snapshots(seed: int) -> None:
+    """In places of their own, beside the states that are kept; rows that a pass does not come by leave them alone. The
+    convolution's inputs may be from before the pass, where they are also written over."""
+    torch.manual_seed(seed)
+    sizes = Sizes(2, 20, 5, 2, 1 + seed % 4)
+    num_rows = [1, int(torch.randint(0, 3, ())), 1 + 7 * (seed % 5), 2]
+    slots, firsts = torch.randperm(NUM_SLOTS)[:4].tolist(), torch.randint(0, 50, (4,)).tolist()
+    weights, ours, taken = weights_of(sizes), states_of(sizes), tuple(each.to(DEVICE) for each in make_snapshots(sizes))
+    theirs, expected = copy_of(ours), tuple(each.clone() for each in taken)
+    counts = torch.tensor(num_rows)
+    last, before = counts.cumsum(0) - 1, counts.cumsum(0) - counts - 1
+    rows = torch.maximum(last[:, None] - torch.arange(NUM_ENTRIES - 1, -1, -1), before[:, None])
+    read = torch.randint(0, NUM_ENTRIES, (4,)) * (counts >= NUM_ENTRIES)  # before the first row nothing moves
+    wanted = make_wanted(num_rows, slots, firsts)
+    batch = batch_of(num_rows, slots, Recurrence(read, rows, wanted=wanted), firsts)
+    projected = projected_of(sizes, sum(num_rows))
+    out = mamba_reference(projected, theirs, batch, weights, expected)
+    found = gpu_mamba.mamba(projected, ours, batch, weights, taken)
+    torch.testing.assert_close(found, out, rtol=1e-4, atol=1e-4)
+    for mine, other in zip((*ours, *taken), (*theirs, *expected), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -123,7 +123,7 @@ class Pilot:
     def compare(self, actual: Tensor, expected: Tensor) -> None:
         if native.library() is not None:
             assert torch.equal(actual, expected), f"differs by {(actual - expected).abs().max()}"
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
 
 
 TEXT_LEN = 40
@@ -216,18 +216,6 @@ def test_plain_is_speculative(
     assert ids(outputs) == expected
     total = total_speculation(outputs)
     assert 0 < total.accepted < total.drafted
-
-
-def test_prefixes_are_not_reused(target_path: Callable[..., Path]) -> None:
-    """A page does not hold the state, so that the switch has no effect here."""
-    (prompt,) = random_texts(1, 30)
-    with LLM(target_path("nemotron_h"), None, enable_prefix_caching=True, **SMALL) as llm:
-        assert llm.budget.state_bytes > 0
-        first, second = llm.generate([prompt], GREEDY)[0], llm.generate([prompt], GREEDY)[0]
-        longer = llm.generate([prompt + first.outputs[0].token_ids[:12]], replace(GREEDY, max_tokens=12))[0]
-    assert first.num_cached_tokens == second.num_cached_tokens == longer.num_cached_tokens == 0
-    assert first.outputs[0].token_ids == second.outputs[0].token_ids
-    assert longer.outputs[0].token_ids == first.outputs[0].token_ids[12:]
 
 
 # ---- a draft model with recurrent states ----

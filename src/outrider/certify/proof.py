@@ -103,7 +103,7 @@ COMPOSITIONS = (
     Composition(
         "prefix hits",
         ask_shuffled,
-        {"page_size": 4, "enable_prefix_caching": True, "max_num_seqs": 4},
+        {"page_size": 4, "enable_prefix_caching": True, "max_num_seqs": 4, "snapshot_interval": 16},
         every=_others_every,
     ),
 )

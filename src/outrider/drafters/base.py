@@ -137,10 +137,15 @@ def extend(step: Step, first_key: int = 0, lag: int = 0, *, back: int = 0, extra
         # rows that are run again may be images, though none of the pass is
         features=state.features_at(rows.row_slots, rows.indices) if back or batch.features is not None else None,
         # a state cannot be taken back, so rows that are run again have none to start from
-        recurrence=Recurrence(torch.zeros_like(last), torch.stack([last - 1, last], dim=1)) if not back else None,
+        recurrence=_recurrence(step, last) if not back else None,
         memo={},
     )
     return Extension(followed, last, back)
+
+
+def _recurrence(step: Step, last: Tensor) -> Recurrence:
+    rows = torch.stack([last - 1, last], dim=1)
+    return Recurrence(torch.zeros_like(last), rows, wanted=step.state.wanted)
 
 
 def shifted(hidden: Hidden, extension: Extension, step: Step) -> Tensor:

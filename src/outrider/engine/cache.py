@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.host_memory import zeros
+from outrider.engine.snapshot_pool import NUM_WANTED
+from outrider.engine.snapshots import Wanted
 from outrider.engine.upload import upload
 from outrider.kernels.round import keep_taps
 from outrider.layers.cached import CachedLayer, RecurrentLayer, cached_layers, recurrent_layers
-from outrider.types import NULL_PAGE, CacheSpec, Hidden, Images, Latent, SlotState, Step, Verdict
+from outrider.types import NULL_PAGE, CacheSpec, Hidden, Images, Latent, Recurrent, SlotState, Step, Verdict
 
 NUM_MISSABLE = 64  # rows of a request that a drafter may miss before it must be shown them
 
@@ -30,6 +32,7 @@ class CacheShape:
     num_axes: int = 1  # of rotary positions: 3 for M-RoPE
     num_carried: int = 1  # rows whose taps the drafter wants to see again in the next round
     num_missable: int = 0  # rows whose taps can be kept for a drafter that rests
+    num_snapshots: int = 0  # of recurrent states, for reuse
 
     @property
     def num_tails(self) -> int:
@@ -46,9 +49,13 @@ def bytes_per_page(layers: Sequence[CachedLayer], page_size: int, tap_width: int
     return sum(layer.spec.bytes_per_token(itemsize) for layer in layers) * page_size + tap_width * itemsize
 
 
+def bytes_per_snapshot(layers: Sequence[RecurrentLayer]) -> int:
+    return sum(layer.spec.bytes_per_state for layer in layers)
+
+
 def bytes_per_slot(layers: Sequence[RecurrentLayer], lookahead: int, missable_bytes: int) -> int:
     """Memory of one slot: recurrent states after every row that may be the last, and taps for a drafter that rests."""
-    return sum(layer.spec.bytes_per_state for layer in layers) * (lookahead + 1) + missable_bytes
+    return bytes_per_snapshot(layers) * (lookahead + 1) + missable_bytes
 
 
 class Cache:
@@ -60,8 +67,9 @@ class Cache:
         self.layers = [layer for model in models for layer in cached_layers(model)]
         self.recurrent = [layer for model in models for layer in recurrent_layers(model)]
         # one tensor, so that a request is admitted with one copy; setting a single element would wait for the device
-        self._counts = torch.zeros(5, shape.num_slots, dtype=torch.long, device=device)
-        lengths, computed, followed, draft_count, kept_state = self._counts.unbind()
+        num_wanted = NUM_WANTED if shape.num_snapshots else 0
+        self._counts = torch.zeros(5 + 2 * num_wanted, shape.num_slots, dtype=torch.long, device=device)
+        lengths, computed, followed, draft_count, kept_state = self._counts[:5].unbind()
         lengths.fill_(1)  # the null slot has a token too
         self.state = SlotState(
             # one column beyond every index, for masked writes
@@ -71,6 +79,7 @@ class Cache:
             followed=followed,
             draft_count=draft_count,
             kept_state=kept_state,
+            wanted=self._counts[5:].view(2, num_wanted, shape.num_slots) if num_wanted else None,
         )
         if shape.num_axes > 1:
             width = self.state.tokens.shape[1]
@@ -85,10 +94,22 @@ class Cache:
         self._missed = zeros((shape.num_slots, shape.num_missable, *tap_shape), dtype, device)
         for layer in self.layers:
             layer.bind(*self._pages(layer.spec, device, dtype))
-        entries = (shape.num_slots, shape.lookahead + 1)
-        for recurrent in self.recurrent:
-            shapes = recurrent.spec.shapes
-            recurrent.bind(tuple(zeros((*entries, *size), torch.float32, device) for size in shapes))
+        specs = dict.fromkeys(layer.spec for layer in self.recurrent)
+        self._states = [pair for spec in specs for pair in self._bind(spec, device)]
+
+    def _bind(self, spec: Recurrent, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """Memory for all recurrent layers of a kind at once, so that a request is admitted with few copies: states
+        [L, S, E, ...] and snapshots [L, C, ...]."""
+        layers = [layer for layer in self.recurrent if layer.spec == spec]
+        made = []
+        for size in spec.shapes:
+            entries, places = (self.shape.num_slots, self.shape.lookahead + 1), (self.shape.num_snapshots,)
+            states, snapshots = (zeros((len(layers), *n, *size), torch.float32, device) for n in (entries, places))
+            made.append((states, snapshots))
+        for number, layer in enumerate(layers):
+            own = tuple(states[number] for states, _ in made)
+            layer.bind(own, tuple(kept[number] for _, kept in made) if self.shape.num_snapshots else None)
+        return made
 
     def _pages(self, spec: CacheSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         size = (self.shape.num_pages, self.shape.page_size)
@@ -100,19 +121,25 @@ class Cache:
             zeros((*size, spec.num_heads, spec.value_dim), dtype, device),
         )
 
-    def admit(self, slot: int, tokens: Sequence[int], reused: Sequence[int], images: Images | None = None) -> None:
-        """A request takes a slot: its known tokens, the pages whose content it reuses, the images of its prompt. Rounds
-        that are under way are not waited for: what they still write to the slot comes before this."""
+    def admit(
+        self, slot: int, tokens: Sequence[int], reused: Sequence[int], images: Images | None = None, snapshot: int = 0
+    ) -> None:
+        """A request takes a slot: its known tokens, the pages whose content it reuses, the images of its prompt, the
+        place of the recurrent states that it goes on from. Rounds that are under way are not waited for: what they
+        still write to the slot comes before this."""
         state = self.state
         num_reused = len(reused) * self.shape.page_size
         state.tokens[slot, : len(tokens)] = self.upload(torch.tensor(tokens, dtype=torch.long))
-        self._counts[:, slot] = self.upload(torch.tensor([len(tokens), num_reused, num_reused, 0, 0]))
+        counts = torch.zeros(len(self._counts), dtype=torch.long)
+        counts[:3] = torch.tensor([len(tokens), num_reused, num_reused])
+        self._counts[:, slot] = self.upload(counts)
         self._place_images(slot, images)
-        for layer in self.recurrent:
-            assert layer.states is not None
-            assert not reused, "a recurrent state does not come with a page"
-            for states in layer.states:
-                states[slot, 0] = 0
+        assert bool(reused) == bool(snapshot) or not self.recurrent, "recurrent states go with the pages"
+        for states, snapshots in self._states:
+            if snapshot:
+                states[:, slot, 0] = snapshots[:, snapshot]
+            else:
+                states[:, slot, 0] = 0
         self.page_table[slot] = NULL_PAGE
         self.set_pages(slot, 0, reused)
         if reused and self.shape.num_taps:
@@ -162,6 +189,14 @@ class Cache:
             slot, place, page = self.upload(torch.tensor(places, dtype=torch.long)).unbind(1)
             self.page_table[slot, place] = page.int()
 
+    def want(self, wanted: Sequence[Wanted]) -> None:
+        """Snapshots that rounds from now on shall take, of any number of requests at once."""
+        if wanted:
+            assert self.state.wanted is not None
+            rows = [(each.column, each.slot, each.end, each.place) for each in wanted]
+            column, slot, *what = self.upload(torch.tensor(rows, dtype=torch.long)).unbind(1)
+            self.state.wanted[:, column, slot] = torch.stack(what)
+
     def keep_taps(self, step: Step, hidden: Hidden, verdict: Verdict) -> None:
         """Those that later rounds need; `hidden` is given those that were kept before."""
         if self.shape.num_taps:
@@ -185,3 +220,4 @@ class Cache:
             layer.unbind()
         for recurrent in self.recurrent:
             recurrent.unbind()
+        self._states = []

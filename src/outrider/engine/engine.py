@@ -28,6 +28,7 @@ from outrider.engine.request import Progress, Request, Work
 from outrider.engine.round import EagerRound, Round, RoundParts
 from outrider.engine.runner import Runner, exact_shape
 from outrider.engine.scheduler import Limits, Plan, Scheduler
+from outrider.engine.snapshots import Snapshots
 from outrider.engine.watchdog import Watchdog
 from outrider.kernels.dispatch import has_triton
 from outrider.models.base import Target
@@ -66,12 +67,16 @@ class Engine:
             max_model_len=self.max_model_len,
             page_size=config.page_size,
             lookahead=self.lookahead,
-            # a page holds keys and values; a recurrent state would have to be recomputed from the start anyway
-            prefix_caching=config.enable_prefix_caching and not self.cache.recurrent,
+            # a page holds keys and values; without snapshots a recurrent state must be recomputed from the start anyway
+            prefix_caching=config.enable_prefix_caching and (not self.cache.recurrent or budget.num_snapshots > 0),
             num_prompt_rows=PROMPT_ROWS[config.torch_device.type],
             round_sizes=NUM_ROWS if records(config) else (),
         )
-        self.scheduler = Scheduler(limits, PagePool(budget.num_pages))
+        snapshots = None
+        if budget.num_snapshots:
+            snapshots = Snapshots(budget.num_snapshot_places, config.page_size, config.snapshot_interval)
+        forgets = snapshots.pool.forget if snapshots is not None else lambda name: None
+        self.scheduler = Scheduler(limits, PagePool(budget.num_pages, forgets), snapshots)
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = _watchdog(config, drafter)
         settings = config.speculative
@@ -208,7 +213,7 @@ class Engine:
         page_size = self.cache.shape.page_size
         for request in plan.admitted:
             reused = request.pages[: request.num_computed // page_size]
-            self.cache.admit(request.slot, request.tokens, reused, request.images)
+            self.cache.admit(request.slot, request.tokens, reused, request.images, request.marks.restored)
             request.num_placed = len(reused)
             request.first_admitted = request.first_admitted or time.monotonic()
         if plan.admitted:
@@ -219,6 +224,7 @@ class Engine:
             places += [(request.slot, place, page) for place, page in new]
             request.num_placed = len(request.pages)
         self.cache.place_pages(places)
+        self.cache.want(plan.wanted)
 
     def _settle(self, work: Work, outcome: Outcome, logits: Tensor | None) -> Progress:
         """What a round brought reaches its request; logits [J, V] of the judged rows."""
@@ -360,6 +366,7 @@ def cache_shape(config: EngineConfig, target: Target, drafter: Drafter | None, b
         num_axes=target.num_position_axes,
         num_carried=drafter.num_carried if drafter is not None else 1,
         num_missable=NUM_MISSABLE,
+        num_snapshots=budget.num_snapshot_places,
     )
 
 

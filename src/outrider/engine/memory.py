@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from outrider.config import EngineConfig
-from outrider.engine.cache import bytes_per_page, bytes_per_slot
-from outrider.layers.cached import cached_layers, recurrent_layers
+from outrider.engine.cache import bytes_per_page, bytes_per_slot, bytes_per_snapshot
+from outrider.layers.cached import RecurrentLayer, cached_layers, recurrent_layers
 from outrider.layers.linear import Linear
 
 CACHE_SHARE = 0.5  # of the memory that is free after the weights, on a CPU that others use too
 MIN_REQUESTS = 8  # the cache holds at least this many of the longest requests, memory allowing
+SNAPSHOT_SHARE = 0.25  # at most, of the room for pages, for snapshots of recurrent states
+SNAPSHOTS_PER_REQUEST = 4  # of those that can run at once, memory allowing
 GRAPH_BYTES = 2**30  # of a GPU: recorded rounds, kernels, the libraries' own buffers
 LOGIT_COPIES = 3  # in float32, beside the logits themselves: adjusted, filtered, their noise
 HIDDEN_COPIES = 8  # of the residual stream, alive at a time within a layer
@@ -33,10 +35,17 @@ class Budget:
     page_size: int = 16
     drafter_bytes: int = 0  # the drafter's part of the weights
     grows: bool = False  # the cache takes memory as it is used, on a CPU
+    num_snapshots: int = 0  # of recurrent states, for reuse; one place more is the dump
+    snapshot_bytes: int = 0  # of one
+
+    @property
+    def num_snapshot_places(self) -> int:
+        return self.num_snapshots + 1 if self.num_snapshots else 0
 
     @property
     def cache_bytes(self) -> int:
-        return self.page_bytes * self.num_pages + self.state_bytes
+        snapshots = self.num_snapshot_places * self.snapshot_bytes
+        return self.page_bytes * self.num_pages + self.state_bytes + snapshots
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +58,8 @@ class Budget:
         if self.drafter_bytes:
             found["drafter"] = human(self.drafter_bytes)
         size = f"up to {human(self.cache_bytes)}, taken as it is used" if self.grows else human(self.cache_bytes)
-        found["cache"] = f"{size} ({self.num_pages - 1:,} pages, {self.num_tokens:,} tokens)"
+        kept = f", {self.num_snapshots:,} states of {human(self.snapshot_bytes)}" if self.num_snapshots else ""
+        found["cache"] = f"{size} ({self.num_pages - 1:,} pages, {self.num_tokens:,} tokens{kept})"
         return found | {"context": f"{self.max_model_len:,} tokens"}
 
     def describe(self) -> str:
@@ -69,9 +79,15 @@ class Demand:
     hidden_size: int
     vocab_size: int
 
+    @property
+    def _recurrent(self) -> list[RecurrentLayer]:
+        return [layer for model in self.models for layer in recurrent_layers(model)]
+
     def slot_bytes(self) -> int:
-        layers = [layer for model in self.models for layer in recurrent_layers(model)]
-        return bytes_per_slot(layers, self.lookahead, self.missable_width * self.itemsize)
+        return bytes_per_slot(self._recurrent, self.lookahead, self.missable_width * self.itemsize)
+
+    def snapshot_bytes(self) -> int:
+        return bytes_per_snapshot(self._recurrent)
 
     def option_bytes(self, num_slots: int) -> int:
         """What requests may ask of sampling that is as wide as the vocabulary: a bias, and on every row that may be
@@ -105,11 +121,16 @@ def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int, drafter
     longest = config.max_model_len or demand.model_max_len
     # one slot is nobody's; each has a row of tokens and one of pages
     state_bytes = (demand.slot_bytes() + longest * 8 + longest // config.page_size * 4) * (config.max_num_seqs + 1)
-    room = _room(config, demand, weight_bytes, state_bytes)
 
     def pages(length: int) -> int:
         return -(-(length + 1 + demand.lookahead) // config.page_size)
 
+    room = _room(config, demand, weight_bytes, state_bytes)
+    needed = (1 + pages(longest)) * page_bytes
+    needed = needed if config.max_model_len is not None else min(needed, room // 2)  # the model's own may be very long
+    num_snapshots = _num_snapshots(config, demand, room, needed)
+    snapshot_bytes = demand.snapshot_bytes() if num_snapshots else 0
+    room = config.kv_cache_memory or room - (num_snapshots + 1) * snapshot_bytes
     possible = room // page_bytes - 1  # one page is the dump
     if possible < pages(longest):
         fitting = possible * config.page_size - 1 - demand.lookahead
@@ -130,11 +151,31 @@ def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int, drafter
         page_size=config.page_size,
         drafter_bytes=drafter_bytes,
         grows=config.torch_device.type == "cpu",
+        num_snapshots=num_snapshots,
+        snapshot_bytes=snapshot_bytes,
     )
 
 
+def _num_snapshots(config: EngineConfig, demand: Demand, room: int, needed: int) -> int:
+    """How many snapshots of recurrent states there will be: as many as were asked for, or as have a share of the room,
+    and leave as much of it as is needed, or as was asked for."""
+    each, asked = demand.snapshot_bytes(), config.num_snapshots
+    if not config.enable_prefix_caching or not each:
+        return 0
+    left = room - (config.kv_cache_memory or needed)
+    if asked is None:
+        most = SNAPSHOTS_PER_REQUEST * max(config.max_num_seqs, MIN_REQUESTS)
+        return max(min(most, min(int(room * SNAPSHOT_SHARE), left) // each - 1), 0)  # one place is the dump
+    if asked and left < (asked + 1) * each:
+        raise ValueError(
+            f"{asked} snapshots of recurrent states need {human((asked + 1) * each)}, and beside the cache there is "
+            f"room for {human(max(left, 0))}: ask for fewer (num_snapshots), or lower max_model_len or max_num_seqs"
+        )
+    return asked
+
+
 def _room(config: EngineConfig, demand: Demand, weight_bytes: int, state_bytes: int) -> int:
-    """Bytes for pages: those that were asked for, or what the device has left."""
+    """Bytes for pages and snapshots, as the device has them; as many as were asked for at least."""
     least = config.kv_cache_memory or demand.page_bytes(config.page_size)
     if config.torch_device.type == "cpu":
         left = free_bytes() - weight_bytes - state_bytes
@@ -148,7 +189,7 @@ def _room(config: EngineConfig, demand: Demand, weight_bytes: int, state_bytes: 
             f"the weights of target and drafter need {human(weight_bytes)}, states of requests {human(state_bytes)}, "
             f"the cache at least {human(least)}, and {config.torch_device} lacks {human(least - left)}: {remedy}"
         )
-    return room if config.kv_cache_memory is None else config.kv_cache_memory
+    return max(room, config.kv_cache_memory or 0)
 
 
 def _left_on_gpu(config: EngineConfig, demand: Demand, weight_bytes: int) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from outrider.types import NULL_PAGE
 
@@ -31,10 +31,12 @@ def page_hashes(tokens: Sequence[int], page_size: int, start: int = 0, parent: b
 
 
 class PagePool:
-    """Pages 1..num_pages - 1 (page 0 is the dump). A free page keeps its name until someone needs the room."""
+    """Pages 1..num_pages - 1 (page 0 is the dump). A free page keeps its name until someone needs the room; `forgets`
+    is told of names that nobody will find again."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, forgets: Callable[[bytes], None] = lambda name: None) -> None:
         self.num_pages = num_pages
+        self._forgets = forgets
         self._references = [0] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict((page, None) for page in range(1, num_pages))
         self._page_of: dict[bytes, int] = {}
@@ -104,3 +106,4 @@ class PagePool:
         name = self._name_of.pop(page, None)
         if name is not None:
             del self._page_of[name]
+            self._forgets(name)

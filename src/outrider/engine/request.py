@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from outrider.engine.grammar import Guide
+from outrider.engine.snapshot_pool import Marks
 from outrider.engine.watchdog import Standing
 from outrider.outputs import CompletionOutput, Logprob
 from outrider.sampling_params import SamplingParams, Speculation
@@ -88,6 +89,7 @@ class Request:
     num_preemptions: int = 0
     starts_afresh: bool = False  # when it is admitted again, it reuses nothing
     standing: Standing = field(default_factory=Standing)  # with the watchdog
+    marks: Marks = field(default_factory=Marks)  # where snapshots of recurrent states are taken
     # what came out
     draft_positions: list[int] = field(default_factory=list)  # of each output: its place in the draft, 0: no draft's
     text_ends: list[int] = field(default_factory=list)  # of each output: length of the text once it was added

@@ -110,4 +110,4 @@ class Runner:
         last = layout.rows.query_start[1:, None].long() - 1
         column = torch.arange(1 + shape.max_drafts, device=last.device)
         rows = torch.minimum(last - layout.num_drafts[:, None] + column, last)
-        return Recurrence(self.cache.state.kept_state[seats.slots], rows)
+        return Recurrence(self.cache.state.kept_state[seats.slots], rows, wanted=self.cache.state.wanted)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.engine.pages import PagePool, page_hashes, root_of
 from outrider.engine.request import Request, Status, Work
+from outrider.engine.snapshots import Snapshots, Wanted
 
 Follows = Callable[[int], bool]
 
@@ -28,10 +29,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of a round, and which of its requests have just been given a slot."""
+    """The work of a round, which of its requests have just been given a slot, and which states it shall keep."""
 
     work: list[Work]
     admitted: list[Request]
+    wanted: list[Wanted] = field(default_factory=list)
 
 
 @dataclass
@@ -41,9 +43,11 @@ class PrefixStats:
 
 
 class Scheduler:
-    def __init__(self, limits: Limits, pool: PagePool) -> None:
+    def __init__(self, limits: Limits, pool: PagePool, snapshots: Snapshots | None = None) -> None:
+        """`snapshots`: where layers are recurrent, so that pages alone are of no use."""
         self.limits = limits
         self.pool = pool
+        self.snapshots = snapshots
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.stats = PrefixStats()
@@ -116,7 +120,8 @@ class Scheduler:
             budget -= work_or_none.num_rows
         plan = [work for work in plan if work.request.status is Status.RUNNING]
         assert plan or flying or not self.has_work or self.waiting, "running requests that cannot run"
-        return Plan(plan, admitted)
+        wanted = [each for work in plan for each in self.snapshots.plan(work)] if self.snapshots is not None else []
+        return Plan(plan, admitted, wanted)
 
     def _room_beside(self, num_rows: int) -> int:
         """Rows of prompts in a round in which so many others decode. Whoever decodes should not wait long for whoever
@@ -172,7 +177,7 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int, depth: int) -> Work | None:
         names = self._reusable(request)
-        reused = self.pool.match(names)
+        reused = self._match(request, names)
         start = len(reused) * self.limits.page_size
         pending = len(request.tokens) - start
         num_rows = request.whole(start, min(pending, budget))
@@ -192,6 +197,15 @@ class Scheduler:
             self.stats.hit += start
         self.running.append(request)
         return _rows_of(request, start, num_rows, pending, depth)
+
+    def _match(self, request: Request, names: Sequence[bytes]) -> list[int]:
+        """Known pages, taken into use: as far as recurrent layers can go on from them, where there are some."""
+        found = self.pool.match(names)
+        if self.snapshots is None:
+            return found
+        count = self.snapshots.find(request, names[: len(found)])
+        self.pool.release(found[count:])
+        return found[:count]
 
     def _reusable(self, request: Request) -> list[bytes]:
         """Names of the pages it could reuse. The last token must be run for its logits; so must a prompt whose
@@ -214,6 +228,8 @@ class Scheduler:
     def restart(self, request: Request) -> None:
         """All that target and drafter remember of it is computed again, and what they remembered is found by nobody."""
         self.pool.forget(request.pages)
+        if self.snapshots is not None:  # also those that go by the names of others' pages
+            self.snapshots.forget(request.page_names)
         self.preempt(request)
         request.starts_afresh = True
 
@@ -250,6 +266,8 @@ class Scheduler:
         names = page_hashes(full, size, known, parent)
         for page, name in zip(request.pages[known:], names, strict=False):
             self.pool.name(page, name)
+        if self.snapshots is not None:
+            self.snapshots.settle(request, known, names)
         request.page_names += names
 
     def _retire(self, request: Request) -> None:
@@ -261,6 +279,8 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.running.remove(request)
         self.pool.release(request.pages)
+        if self.snapshots is not None:
+            self.snapshots.drop(request)
         self._free_slots.append(request.slot)
         request.pages, request.page_names, request.slot, request.flying = [], [], -1, []
         request.num_computed = request.num_followed = request.num_drafts = 0

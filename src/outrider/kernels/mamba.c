@@ -2,14 +2,17 @@
  * Going row after row, not in chunks, a row has the same bits whatever is computed with it. Included by native.c.
  *
  * A request starts from one of the states its slot keeps, and leaves the states after some of its rows in places that
- * may include that one: each task reads its share of the state before it writes any. */
+ * may include that one: each task reads its share of the state before it writes any. The state after a token that a
+ * snapshot is wanted of is left in the snapshots too. */
 
 typedef struct {
     const float *input, *conv_weight, *conv_bias, *step_bias, *rate, *skip;
     const int32_t *query_start;
     const int64_t *slots, *read, *kept_rows;
     float *conv_states, *states, *mixed, *steps, *out;
-    long num_rows, num_requests, num_entries, num_kept, first_entry;
+    const int64_t *indices, *wanted;
+    float *conv_snapshots, *snapshots;
+    long num_rows, num_requests, num_entries, num_kept, first_entry, num_wanted, num_slots;
     long kernel, num_heads, head_dim, state_size, num_groups, num_threads;
 } mamba_work;
 
@@ -19,6 +22,18 @@ INLINE long input_width(const mamba_work *work) { return inner_width(work) + con
 
 INLINE float *entry_of(const mamba_work *work, float *states, long request, long number, long size) {
     return states + (work->slots[request] * work->num_entries + number) * size;
+}
+
+/* The row after which a request's snapshot of this number is wanted, -1: none of this pass. */
+INLINE long wanted_row(const mamba_work *work, long request, long number) {
+    long begin = work->query_start[request], end = work->query_start[request + 1];
+    if (begin == end) return -1;
+    long row = begin + work->wanted[number * work->num_slots + work->slots[request]] - 1 - work->indices[begin];
+    return row >= begin && row < end ? row : -1;
+}
+
+INLINE float *snapshot_of(const mamba_work *work, float *snapshots, long request, long number, long size) {
+    return snapshots + work->wanted[(work->num_wanted + number) * work->num_slots + work->slots[request]] * size;
 }
 
 /* The convolution's input at a row, for LANES channels. `before` are the last rows of the request's past. */
@@ -41,6 +56,13 @@ static void convolve(const mamba_work *work, long request, long channel) {
             sum = fma_vector(weight, conv_input(work, before, request, row - past + i, channel), sum);
         }
         store_up_to(work->mixed + row * width + channel, sum / (1.0f + exp_vector(-sum)), count);
+    }
+    for (long number = 0; number < work->num_wanted; number++) {
+        long row = wanted_row(work, request, number);
+        if (row < 0) continue;
+        float *out = snapshot_of(work, work->conv_snapshots, request, number, past * width) + channel;
+        for (long i = 0; i < past; i++)
+            store_up_to(out + i * width, conv_input(work, before, request, row - past + 1 + i, channel), count);
     }
     for (long kept = 0; kept < work->num_kept; kept++) {
         long row = work->kept_rows[request * work->num_kept + kept];
@@ -77,6 +99,8 @@ static void scan(const mamba_work *work, long request, long head, long channel) 
     vector state[size];
     const float *start = entry_of(work, work->states, request, work->read[request], whole) + offset;
     for (long n = 0; n < size; n++) state[n] = load_up_to(start + n * dim, count);
+    long wanted[work->num_wanted + 1];
+    for (long number = 0; number < work->num_wanted; number++) wanted[number] = wanted_row(work, request, number);
     for (long row = work->query_start[request]; row < work->query_start[request + 1]; row++) {
         const float *mixed = work->mixed + row * conv_width(work), *b = mixed + inner_width(work) + group * size;
         const float *c = b + work->num_groups * size, *step = work->steps + 2 * (row * work->num_heads + head);
@@ -93,6 +117,11 @@ static void scan(const mamba_work *work, long request, long head, long channel) 
         for (long kept = 0; kept < work->num_kept; kept++)
             if (work->kept_rows[request * work->num_kept + kept] == row) {
                 float *out = entry_of(work, work->states, request, work->first_entry + kept, whole) + offset;
+                for (long n = 0; n < size; n++) store_up_to(out + n * dim, state[n], count);
+            }
+        for (long number = 0; number < work->num_wanted; number++)
+            if (wanted[number] == row) {
+                float *out = snapshot_of(work, work->snapshots, request, number, whole) + offset;
                 for (long n = 0; n < size; n++) store_up_to(out + n * dim, state[n], count);
             }
     }

@@ -14,9 +14,10 @@ from outrider.kernels import native
 from outrider.kernels.dispatch import use_native, use_triton
 from outrider.types import Batch
 
-_MAMBA = struct.Struct("@15q 5q 6q")  # mamba_work of mamba.c
+_MAMBA = struct.Struct("@19q 7q 6q")  # mamba_work of mamba.c
 
 States = tuple[Tensor, Tensor]  # of the convolution [S, E, kernel - 1, C] and of the heads [S, E, heads, N, D]
+Snapshots = tuple[Tensor, ...]  # the same two, [C, ...]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class MambaWeights:
     num_groups: int
 
 
-def mamba_reference(projected: Tensor, states: States, batch: Batch, weights: MambaWeights) -> Tensor:
+def mamba_reference(
+    projected: Tensor, states: States, batch: Batch, weights: MambaWeights, snapshots: Snapshots | None = None
+) -> Tensor:
     """Requests side by side, padded to the longest: slow, obvious, on any device without asking the host anything."""
     assert batch.recurrence is not None
     read, kept_rows, first = batch.recurrence.read, batch.recurrence.rows, batch.recurrence.first
@@ -50,7 +53,13 @@ def mamba_reference(projected: Tensor, states: States, batch: Batch, weights: Ma
     past = states[0].shape[2]
     history = torch.cat([states[0][batch.slots, read], inputs], dim=1)  # [B, past + R, C]
     window = kept[..., None] + 1 + torch.arange(past, device=kept.device)
-    states[0][places] = history[torch.arange(len(starts), device=kept.device)[:, None, None], window]
+    each = torch.arange(len(starts), device=kept.device)[:, None, None]
+    wanted, targets = _wanted(batch)  # [B, W] rows of the request, and where their states go
+    if snapshots is not None:
+        then = history[each, wanted[..., None].clamp(min=0) + 1 + torch.arange(past, device=kept.device)]
+        snapshots[0][targets] = torch.where((wanted >= 0)[..., None, None], then, snapshots[0][targets])
+        taken = snapshots[1][targets]  # [B, W, heads, N, D]
+    states[0][places] = history[each, window]
     taps = [weights.conv[i].float() * history[:, i : i + num_rows] for i in range(past + 1)]
     mixed = torch.stack(taps).sum(0)
     mixed = F.silu(mixed if weights.conv_bias is None else mixed + weights.conv_bias.float())
@@ -69,12 +78,32 @@ def mamba_reference(projected: Tensor, states: States, batch: Batch, weights: Ma
         state = state * torch.exp(step * weights.rate[:, None, None]) + step * b[:, r, ..., None] * x[:, r, :, None]
         out[:, r] = (state * c[:, r, ..., None]).sum(2) + weights.skip[:, None] * x[:, r]
         saved = torch.where((kept == r)[..., None, None, None], state[:, None], saved)
+        if snapshots is not None:
+            taken = torch.where((wanted == r)[..., None, None, None], state[:, None], taken)
     states[1][places] = saved
+    if snapshots is not None:
+        snapshots[1][targets] = taken
     return out[batch.request, row].flatten(1)
 
 
-def mamba_native(projected: Tensor, states: States, batch: Batch, weights: MambaWeights) -> Tensor:
+def _wanted(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Which rows of each request snapshots are wanted after, -1: none of this pass, and in which places; [B, W]."""
     assert batch.recurrence is not None
+    if batch.recurrence.wanted is None:
+        nothing = batch.slots.new_zeros(len(batch.slots), 0)
+        return nothing, nothing
+    ends, places = batch.recurrence.wanted[:, :, batch.slots].transpose(1, 2)
+    starts, counts = batch.query_start[:-1].long(), batch.query_start.diff()[:, None]
+    rows = ends - 1 - batch.indices[starts.clamp(max=len(batch.indices) - 1)][:, None]
+    return torch.where((rows >= 0) & (rows < counts), rows, -1), places
+
+
+def mamba_native(
+    projected: Tensor, states: States, batch: Batch, weights: MambaWeights, snapshots: Snapshots | None = None
+) -> Tensor:
+    assert batch.recurrence is not None
+    wanted = batch.recurrence.wanted if snapshots is not None else None
+    num_wanted = 0 if wanted is None else wanted.shape[1]
     num_rows, num_requests = len(projected), len(batch.slots)
     num_slots, num_entries, num_heads, state_size, head_dim = states[1].shape
     kernel, conv_size = weights.conv.shape
@@ -98,11 +127,16 @@ def mamba_native(projected: Tensor, states: States, batch: Batch, weights: Mamba
         mixed.data_ptr(),
         steps.data_ptr(),
         out.data_ptr(),
+        native._address(batch.indices, torch.int64, num_rows),
+        0 if wanted is None else native._address(wanted, torch.int64, 2 * num_wanted * num_slots),
+        *((0, 0) if wanted is None or snapshots is None else map(native._address, snapshots)),
         num_rows,
         num_requests,
         num_entries,
         num_kept,
         batch.recurrence.first,
+        num_wanted,
+        num_slots,
         kernel,
         num_heads,
         head_dim,
@@ -114,13 +148,15 @@ def mamba_native(projected: Tensor, states: States, batch: Batch, weights: Mamba
     return out
 
 
-def mamba(projected: Tensor, states: States, batch: Batch, weights: MambaWeights) -> Tensor:
+def mamba(
+    projected: Tensor, states: States, batch: Batch, weights: MambaWeights, snapshots: Snapshots | None = None
+) -> Tensor:
     """projected [T, heads * D | C | heads] (gate, channels, steps) -> [T, heads * D] float32, not gated yet. The states
-    that the batch asks for are kept."""
+    that the batch asks for are kept, and snapshots taken where they are wanted."""
     if use_native(projected):
-        return mamba_native(projected, states, batch, weights)
+        return mamba_native(projected, states, batch, weights, snapshots)
     if use_triton(projected):
         from outrider.kernels.gpu import mamba as gpu
 
-        return gpu.mamba(projected, states, batch, weights)
-    return mamba_reference(projected, states, batch, weights)
+        return gpu.mamba(projected, states, batch, weights, snapshots)
+    return mamba_reference(projected, states, batch, weights, snapshots)

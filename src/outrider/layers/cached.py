@@ -22,19 +22,21 @@ class CachedLayer(nn.Module):
 
 
 class RecurrentLayer(nn.Module):
-    """Remembers states of fixed size; several of each for every slot, until a verdict says which one holds."""
+    """Remembers states of fixed size; several of each for every slot, until a verdict says which one holds, and
+    snapshots of some, for texts that begin alike."""
 
     def __init__(self, spec: Recurrent) -> None:
         super().__init__()
         self.spec = spec
         self.states: tuple[Tensor, ...] | None = None
+        self.snapshots: tuple[Tensor, ...] | None = None
 
-    def bind(self, states: tuple[Tensor, ...]) -> None:
-        """One tensor [S, E, ...] float32 for each of the spec's shapes."""
-        self.states = states
+    def bind(self, states: tuple[Tensor, ...], snapshots: tuple[Tensor, ...] | None = None) -> None:
+        """One tensor [S, E, ...] float32 for each of the spec's shapes; of snapshots [C, ...]."""
+        self.states, self.snapshots = states, snapshots
 
     def unbind(self) -> None:
-        self.states = None
+        self.states = self.snapshots = None
 
 
 def cached_layers(module: nn.Module) -> list[CachedLayer]:

@@ -59,7 +59,7 @@ class Mamba2(RecurrentLayer):
         weights = MambaWeights(
             self.conv, self.conv_bias, self.step_bias, self.rate, self.skip, num_groups=self.shape.num_groups
         )
-        mixed = mamba(projected, (conv_states, states), batch, weights)
+        mixed = mamba(projected, (conv_states, states), batch, weights, self.snapshots)
         gate = projected[:, : self.shape.inner_size].float()
         gated = silu_mul(torch.cat([gate, mixed], dim=-1))
         groups = gated.unflatten(-1, (self.shape.num_groups, -1))  # each is normed by itself

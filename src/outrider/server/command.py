@@ -30,6 +30,8 @@ _SEQUENCES_HELP = "Sequences decoded at once. By default 256 on a GPU, else 16."
 _ROWS_HELP = "Tokens computed in a pass. By default 8192 on a GPU, else 2048."
 _SHARE_HELP = "Share of a GPU's memory to use."
 _PREFIX_HELP = "Reuse what prompts have in common."
+_SNAPSHOTS_HELP = "Recurrent states kept for reuse. By default a share of memory; 0: none."
+_INTERVAL_HELP = "Tokens from one kept recurrent state to the next."
 _PACE_HELP = "Milliseconds between frames of streams, all of one size. 0: none."
 
 ServedName = Annotated[
@@ -71,6 +73,8 @@ CacheBytes = Annotated[
 PrefixCaching = Annotated[
     bool, option(_LIMITS, "--enable-prefix-caching/--no-enable-prefix-caching", help=_PREFIX_HELP)
 ]
+NumSnapshots = Annotated[int | None, option(_LIMITS, "--num-snapshots", metavar="N", help=_SNAPSHOTS_HELP, min=0)]
+SnapshotInterval = Annotated[int, option(_LIMITS, "--snapshot-interval", metavar="N", help=_INTERVAL_HELP, min=1)]
 MaxQueue = Annotated[int, option(_LIMITS, "--max-num-queued-reqs", metavar="N", help="Sequences that may wait.", min=0)]
 Deadline = Annotated[
     float, option(_LIMITS, "--request-timeout", metavar="X", help="Seconds a request may take.", min=0.1)
@@ -120,6 +124,8 @@ class LimitOptions:
     gpu_memory_utilization: MemoryShare = 0.9
     kv_cache_memory_bytes: CacheBytes = None
     enable_prefix_caching: PrefixCaching = True
+    num_snapshots: NumSnapshots = None
+    snapshot_interval: SnapshotInterval = 256
     max_queue: MaxQueue = 256
     request_timeout: Deadline = 600.0
     stall_timeout: Stall = 60.0
@@ -133,6 +139,8 @@ class LimitOptions:
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "kv_cache_memory": self.kv_cache_memory_bytes,
             "enable_prefix_caching": self.enable_prefix_caching,
+            "num_snapshots": self.num_snapshots,
+            "snapshot_interval": self.snapshot_interval,
         }
 
 
