@@ -44,7 +44,7 @@ Seed = Annotated[
 ]
 SendsSeed = Annotated[
     bool,
-    typer.Option("--request-seeds/--no-request-seeds", help="Give each request a seed, or leave it to the server."),
+    typer.Option("--request-seeds/--no-request-seeds", help="Give requests seeds, or leave them to the server."),
 ]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Answers of full length, past their end.")]
 Goodput = Annotated[
