@@ -25,6 +25,7 @@ class Asking:
     seed: int
     ignore_eos: bool = False
     top_p: float = 1.0
+    sends_seed: bool = True  # otherwise the server draws as it likes
     stream_options: dict[str, bool] | None = None
 
     @property
@@ -36,9 +37,10 @@ class Asking:
             "model": self.model,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
-            "seed": self.seed + number,
             "stream": True,
         }
+        if self.sends_seed:
+            body["seed"] = self.seed + number
         if self.stream_options is not None:
             body["stream_options"] = self.stream_options
         if self.ignore_eos:
