@@ -22,6 +22,7 @@ from outrider.server.log import log_to_stderr
 from outrider.server.protocol import Loading, Located, NotOpened, Opened
 
 if TYPE_CHECKING:  # they import torch, which the front does without
+    from outrider.config import EngineConfig
     from outrider.llm import LLM
 
 OnProgress = Callable[[str, int, int], None]
@@ -39,6 +40,12 @@ class Opening:
     watchdog: bool
     model_name: str  # what clients call it
     shows_progress: bool = False
+
+    def config(self) -> EngineConfig:
+        """What was chosen, checked as far as it can be before weights are read. This imports torch."""
+        from outrider.config import WatchdogConfig
+
+        return self.options.config(**self.settings, watchdog=WatchdogConfig() if self.watchdog else None)
 
 
 class ProcessHost:
@@ -153,12 +160,10 @@ def _open(opening: Opening, link: Link) -> LLM | None:
         link.send(Loading(what, done, total))
 
     try:
-        from outrider.config import WatchdogConfig
         from outrider.engine.checkpoint import open_checkpoint
         from outrider.llm import LLM
 
-        watchdog = WatchdogConfig() if opening.watchdog else None
-        config = opening.options.config(**opening.settings, watchdog=watchdog)
+        config = opening.config()
         checkpoint = open_checkpoint(config.model)
         checkpoint.close()
         link.send(Located(str(checkpoint.path)))
