@@ -20,6 +20,7 @@ from running import wait_for
 
 from outrider import LLM, Guided, SamplingParams
 from outrider.bench.server_process import _free_port
+from outrider.server.engine_host import Opening, ProcessHost
 
 pytestmark = pytest.mark.slow
 LONG = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
@@ -335,3 +336,12 @@ def test_what_cannot_be_opened(arguments: tuple[str, ...], message: str) -> None
         said = server.said()
         assert message in said
         assert said.count("\n") == 1, said
+
+
+def test_a_fault_of_our_own(capfd: pytest.CaptureFixture[str]) -> None:
+    """Where it happened is shown, as if there were one process."""
+    with pytest.raises(SystemExit) as ended, ProcessHost(Opening(None, {}, True, "m")) as host:  # type: ignore[arg-type]
+        host.opened(None, lambda path: None)
+    assert ended.value.code == 1
+    assert not host.process.is_alive()
+    assert "AttributeError" in capfd.readouterr().err

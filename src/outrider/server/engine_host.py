@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # they import torch, which the front does without
 OnProgress = Callable[[str, int, int], None]
 IGNORED = (signal.SIGINT, signal.SIGTERM)
 END_SECONDS = 10.0  # that the engine has after it was told to end
-SWITCH_SECONDS = 0.0005  # that a thread beside the engine's may keep the interpreter
 
 
 @dataclass(frozen=True)
@@ -140,6 +139,8 @@ def _main(connection: Connection, opening: Opening) -> None:
         llm = _open(opening, link)
         if llm is not None:
             status = _run(llm, link, opening.model_name)
+    except BaseException:
+        traceback.print_exc()
     finally:
         link.close()
         sys.stdout.flush()
@@ -180,9 +181,6 @@ def _run(llm: LLM, link: Link, model_name: str) -> int:
     from outrider.server.engine_loop import EngineLoop, opened
 
     log_to_stderr()
-    # Whoever prepares a request beside the engine's thread must not keep the interpreter long: the engine lets go of it
-    # at every launch, and would wait so long to have it back.
-    sys.setswitchinterval(SWITCH_SECONDS)
     loop = EngineLoop(llm, link, model_name)
     link.send(opened(llm))
     return 0 if loop.run() else 1
