@@ -313,12 +313,32 @@ def test_an_interrupt_while_it_loads() -> None:
         assert "Traceback" not in server.said()
 
 
-def test_the_front_is_killed_while_it_loads() -> None:
-    with shipped(ready=False) as server:
-        _ = server.engine
-        server.process.kill()
-        server.process.wait()
-        assert server.leaves_nothing()
+SLOW = """
+import time
+from outrider.server.engine_host import Opening, ProcessHost
+
+class Slow(Opening):
+    def config(self):
+        print("loading", flush=True)
+        time.sleep(60)
+
+if __name__ == "__main__":
+    from slow import Slow
+    ProcessHost(Slow(None, {}, True, "m")).opened(None, print)
+"""
+
+
+def test_the_front_is_killed_while_it_loads(tmp_path: Path) -> None:
+    """It takes minutes, and the engine does not finish first."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    front = subprocess.Popen([sys.executable, "slow.py"], cwd=tmp_path, stdout=subprocess.PIPE)
+    assert front.stdout is not None
+    assert front.stdout.readline() == b"loading\n"
+    family = psutil.Process(front.pid).children(recursive=True)
+    assert family
+    front.kill()
+    front.wait()
+    assert not psutil.wait_procs(family, timeout=3)[1]
 
 
 @pytest.mark.parametrize(
