@@ -18,6 +18,7 @@ import psutil
 import pytest
 from running import wait_for
 
+import outrider
 from outrider import LLM, Guided, SamplingParams
 from outrider.bench.server_process import _free_port
 from outrider.server.engine_host import Opening, ProcessHost
@@ -331,7 +332,8 @@ if __name__ == "__main__":
 def test_the_front_is_killed_while_it_loads(tmp_path: Path) -> None:
     """It takes minutes, and the engine does not finish first."""
     (tmp_path / "slow.py").write_text(SLOW)
-    front = subprocess.Popen([sys.executable, "slow.py"], cwd=tmp_path, stdout=subprocess.PIPE)
+    environment = os.environ | {"PYTHONPATH": str(Path(outrider.__file__).parent.parent)}
+    front = subprocess.Popen([sys.executable, "slow.py"], cwd=tmp_path, stdout=subprocess.PIPE, env=environment)
     assert front.stdout is not None
     assert front.stdout.readline() == b"loading\n"
     family = psutil.Process(front.pid).children(recursive=True)
