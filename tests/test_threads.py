@@ -160,6 +160,8 @@ def test_every_command_takes_threads(command: list[str], monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Threads, "fix", lambda self, count: None)
     monkeypatch.setattr("outrider.llm.open_pair", opened)
+    start = "outrider.server.engine_host.ProcessHost.__init__"
+    monkeypatch.setattr(start, lambda host, opening: opened(opening.config()))
     for expected in (3, 2):
         result = CliRunner().invoke(app, [*command, "--threads", str(expected)])
         assert "enough was seen" in result.output

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import tokenizers
+from gguf_files import add_embedding, finish, minimal_writer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from outrider.chat_template import ChatOptions
+from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
 from outrider.engine.gguf_file import Metadata
-from outrider.engine.gguf_tokenizer import build_tokenizer
+from outrider.engine.gguf_tokenizer import build_tokenizer, tokenizer_at
+from outrider.pair import DEFAULT_DIRECTORY
 from outrider.tokenizer import Detokenizer, Tokenizer
 
 CORPUS = [
@@ -294,3 +297,25 @@ def test_special_tokens_of_sentencepiece_tokenizers() -> None:
 def test_scores_that_are_no_numbers() -> None:
     with pytest.raises(ValueError, match="do not match"):
         build(SENTENCEPIECE | {"tokenizer.ggml.scores": ["high"] * len(TOKENS)})
+
+
+def test_the_tokenizer_alone(tmp_path: Path) -> None:
+    """Read without the rest of a checkpoint, it is the same."""
+    writer = minimal_writer(tmp_path / "model.gguf")
+    add_embedding(writer)
+    model = trained(splitter_for("gpt-2"))
+    words = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    for path in (finish(writer), DEFAULT_DIRECTORY / "target"):
+        checkpoint = open_checkpoint(path)
+        whole, alone = load_tokenizer(checkpoint), tokenizer_at(path)
+        checkpoint.close()
+        assert whole is not None
+        assert alone is not None
+        assert alone.fingerprint() == whole.fingerprint()
+        assert alone.encode("Hello there") == whole.encode("Hello there")
+    (tmp_path / "empty").mkdir()
+    assert tokenizer_at(tmp_path / "empty") is None

@@ -1,6 +1,7 @@
 """Queue, deadline, disconnects, faults and drain: whatever happens to one request, the others go on."""
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -137,6 +138,34 @@ def test_one_bad_request_fails_alone(
     assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.capacity
     assert text_of(running.post(PATH, bodies[2])) == expected[2]
     assert running.get("/health/live").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_last_token_comes_while_the_guilty_are_sought(
+    running: Running, llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """A step breaks for no reason that comes again: whoever ends while each is tried alone is told of it."""
+    body = SHORT | {"max_tokens": 4, "speculative": {"enabled": False}, "timeout": 8}
+    expected = text_of(running.post(PATH, body))
+    honest, num_broken = llm.engine.runner.pack, 0
+
+    def pack(plan: Any, shape: Any) -> Any:
+        nonlocal num_broken
+        if not num_broken and any(work.request.num_outputs == 3 for work in plan):
+            num_broken += 1
+            raise RuntimeError("secret detail")
+        return honest(plan, shape)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "pack", pack)
+        answer = running.post(PATH, body | {"stream": stream})
+    assert num_broken == 1
+    if not stream:
+        assert text_of(answer) == expected
+        return
+    chunks = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line[:7] == "data: {"]
+    assert "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]) == expected
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_decoding_that_stands_still_is_unhealthy(serve: Serve, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from outrider import LLM
 from outrider.cli import app
-from outrider.config import EngineConfig, WatchdogConfig
+from outrider.config import WatchdogConfig
 from outrider.engine.watchdog import Watchdog
 from outrider.sampling_params import MAX_PREDICTION
+from outrider.server.engine_host import Opening, ProcessHost
 
 ASKED: Any = [{"role": "user", "content": "Tell me about walking in nature."}]
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -205,11 +206,11 @@ def test_dead_acceptance_is_told_and_outlived(
 def test_the_watchdog_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
-    def open_llm(config: EngineConfig, progress: Any) -> None:
-        given.append(config.watchdog is not None)
+    def start(host: ProcessHost, opening: Opening) -> None:
+        given.append(opening.config().watchdog is not None)
         raise ValueError("enough")
 
-    monkeypatch.setattr(LLM, "from_config", open_llm)
+    monkeypatch.setattr(ProcessHost, "__init__", start)
     for flags in ([], ["--no-watchdog"], ["--watchdog"]):
         CliRunner().invoke(app, ["serve", "--port", "0", *flags])
     assert given == [True, False, True]

@@ -54,6 +54,21 @@ def test_a_piece_arrives_as_it_was(piece: Piece) -> None:
     assert Piece.unpacked(message.pieces[0]) == piece
 
 
+def test_what_two_steps_brought_is_joined() -> None:
+    first = plain(text="a", text_ends=[1], logprobs=[row(5)], prompt_logprobs=[None, row(1)])
+    second = plain(text="b", text_ends=[2], token_ids=[6], logprobs=[row(6)], ending=PIECES[2].ending)
+    whole = first.joined(second)
+    assert whole == plain(
+        text="ab",
+        text_ends=[1, 2],
+        token_ids=[5, 6],
+        draft_positions=[0, 0],
+        logprobs=[row(5), row(6)],
+        prompt_logprobs=[None, row(1)],
+        ending=PIECES[2].ending,
+    )
+
+
 def test_every_field_of_a_piece_travels() -> None:
     assert len(plain().packed()) == len(fields(Piece))
 

@@ -18,8 +18,10 @@ import psutil
 import pytest
 from running import wait_for
 
+import outrider
 from outrider import LLM, Guided, SamplingParams
 from outrider.bench.server_process import _free_port
+from outrider.server.engine_host import Opening, ProcessHost
 
 pytestmark = pytest.mark.slow
 LONG = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
@@ -312,12 +314,33 @@ def test_an_interrupt_while_it_loads() -> None:
         assert "Traceback" not in server.said()
 
 
-def test_the_front_is_killed_while_it_loads() -> None:
-    with shipped(ready=False) as server:
-        _ = server.engine
-        server.process.kill()
-        server.process.wait()
-        assert server.leaves_nothing()
+SLOW = """
+import time
+from outrider.server.engine_host import Opening, ProcessHost
+
+class Slow(Opening):
+    def config(self):
+        print("loading", flush=True)
+        time.sleep(60)
+
+if __name__ == "__main__":
+    from slow import Slow
+    ProcessHost(Slow(None, {}, True, "m")).opened(None, print)
+"""
+
+
+def test_the_front_is_killed_while_it_loads(tmp_path: Path) -> None:
+    """It takes minutes, and the engine does not finish first."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    environment = os.environ | {"PYTHONPATH": str(Path(outrider.__file__).parent.parent)}
+    front = subprocess.Popen([sys.executable, "slow.py"], cwd=tmp_path, stdout=subprocess.PIPE, env=environment)
+    assert front.stdout is not None
+    assert front.stdout.readline() == b"loading\n"
+    family = psutil.Process(front.pid).children(recursive=True)
+    assert family
+    front.kill()
+    front.wait()
+    assert not psutil.wait_procs(family, timeout=3)[1]
 
 
 @pytest.mark.parametrize(
@@ -335,3 +358,12 @@ def test_what_cannot_be_opened(arguments: tuple[str, ...], message: str) -> None
         said = server.said()
         assert message in said
         assert said.count("\n") == 1, said
+
+
+def test_a_fault_of_our_own(capfd: pytest.CaptureFixture[str]) -> None:
+    """Where it happened is shown, as if there were one process."""
+    with pytest.raises(SystemExit) as ended, ProcessHost(Opening(None, {}, True, "m")) as host:  # type: ignore[arg-type]
+        host.opened(None, lambda path: None)
+    assert ended.value.code == 1
+    assert not host.process.is_alive()
+    assert "AttributeError" in capfd.readouterr().err

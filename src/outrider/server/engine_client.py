@@ -124,14 +124,16 @@ class EngineClient:
         )
         self.check_room(job.num_sequences, job.num_prompt_tokens)
         now = time.monotonic()
+        prompts, params = [each.prompt for each in asked], [each.params for each in asked]
+        message = Submit(job.number, job.job_id, prompts, params, streams, now - submitted, deadline - now)
+        try:
+            self._link.send(message)
+        except RecursionError:
+            raise bad_request("the request is nested too deeply") from None
         if self.is_idle:
             self._last_progress = now  # there was nothing to be done until now
         self._jobs[job.number] = job
         self._reserve(job)
-        prompts, params = [each.prompt for each in asked], [each.params for each in asked]
-        self._link.send(
-            Submit(job.number, job.job_id, prompts, params, streams, waited=now - submitted, left=deadline - now)
-        )
         return job
 
     def check_room(self, num_sequences: int, num_tokens: int = 0) -> None:

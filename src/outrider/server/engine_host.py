@@ -22,12 +22,12 @@ from outrider.server.log import log_to_stderr
 from outrider.server.protocol import Loading, Located, NotOpened, Opened
 
 if TYPE_CHECKING:  # they import torch, which the front does without
+    from outrider.config import EngineConfig
     from outrider.llm import LLM
 
 OnProgress = Callable[[str, int, int], None]
 IGNORED = (signal.SIGINT, signal.SIGTERM)
 END_SECONDS = 10.0  # that the engine has after it was told to end
-SWITCH_SECONDS = 0.0005  # that a thread beside the engine's may keep the interpreter
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ class Opening:
     watchdog: bool
     model_name: str  # what clients call it
     shows_progress: bool = False
+
+    def config(self) -> EngineConfig:
+        """What was chosen, checked as far as it can be before weights are read. This imports torch."""
+        from outrider.config import WatchdogConfig
+
+        return self.options.config(**self.settings, watchdog=WatchdogConfig() if self.watchdog else None)
 
 
 class ProcessHost:
@@ -133,6 +139,8 @@ def _main(connection: Connection, opening: Opening) -> None:
         llm = _open(opening, link)
         if llm is not None:
             status = _run(llm, link, opening.model_name)
+    except BaseException:
+        traceback.print_exc()
     finally:
         link.close()
         sys.stdout.flush()
@@ -153,12 +161,10 @@ def _open(opening: Opening, link: Link) -> LLM | None:
         link.send(Loading(what, done, total))
 
     try:
-        from outrider.config import WatchdogConfig
         from outrider.engine.checkpoint import open_checkpoint
         from outrider.llm import LLM
 
-        watchdog = WatchdogConfig() if opening.watchdog else None
-        config = opening.options.config(**opening.settings, watchdog=watchdog)
+        config = opening.config()
         checkpoint = open_checkpoint(config.model)
         checkpoint.close()
         link.send(Located(str(checkpoint.path)))
@@ -175,9 +181,6 @@ def _run(llm: LLM, link: Link, model_name: str) -> int:
     from outrider.server.engine_loop import EngineLoop, opened
 
     log_to_stderr()
-    # Whoever prepares a request beside the engine's thread must not keep the interpreter long: the engine lets go of it
-    # at every launch, and would wait so long to have it back.
-    sys.setswitchinterval(SWITCH_SECONDS)
     loop = EngineLoop(llm, link, model_name)
     link.send(opened(llm))
     return 0 if loop.run() else 1
