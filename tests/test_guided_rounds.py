@@ -170,6 +170,7 @@ def test_whoever_comes_and_goes(
                 counts["forced and accepted"] += accepted if before is not None and before.forced else 0
             latest[work.request] = outcome
         assert min(counts.values()) > 5, counts
+        assert not any(outcome.forced for work, outcome in seen.outcomes if work.request.guide is None)
         assert seen.num_eager == 0
         assert seen.num_ahead() > 50
 
