@@ -129,4 +129,4 @@ def test_medians_of_several_starts() -> None:
     lines = [line.split() for line in written.getvalue().splitlines()]
     assert ["ready", "16.00", "4.00"] in lines
     assert ["kernels", "4.00", "1.00"] in lines
-    assert "7 rounds recorded; kernels compiled for a GPU: 9 cold, 9 warm, 1 after it was ready" in written.getvalue()
+    assert "7 recordings; kernels compiled for a GPU: 9 cold, 9 warm, 1 after it was ready" in written.getvalue()

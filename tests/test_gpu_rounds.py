@@ -6,14 +6,17 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from samples import METHODS, drafter_settings, guide, sample_target, suits
+from test_guided_rounds import KINDS as GUIDED_KINDS
 from tiny import FAMILIES
 
 from outrider import LLM, SamplingParams
 from outrider.certify.restless import Restless
+from outrider.llm import total_speculation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -158,3 +161,25 @@ def test_warm_up_records_what_comes_first(target_path: Callable[..., Path], tmp_
         recorded = llm.engine.num_recordings
         assert answers(llm, [GREEDY] * len(PROMPTS)) == expected
         assert llm.engine.num_recordings == recorded > 0
+
+
+@pytest.mark.parametrize("drafter", [None, {"method": "ngram", "prompt_lookup_min": 1}, "auto"])
+def test_guided_requests_are_in_recorded_rounds(drafter: Any) -> None:
+    """The same text as without recordings and without a drafter, for every kind of sampling; and nothing is recorded in
+    the middle of it."""
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_model_len": 128, "max_num_seqs": 6}
+    prompts = ["Is it so? yes and no and", "Once upon a time"] * len(GUIDED_KINDS)
+    kinds = [kind for kind in GUIDED_KINDS.values() for _ in range(2)]
+    with LLM(None, None, enforce_eager=True, **options) as llm:
+        plain = [output.outputs[0].token_ids for output in llm.generate(prompts, kinds)]
+    with LLM(None, drafter, **options) as llm:
+        llm.warm_up()
+        recorded, before = llm.engine.num_recordings, llm.engine.num_recorded_rounds
+        for _ in range(3):
+            outputs = llm.generate(prompts, kinds)
+            assert [output.outputs[0].token_ids for output in outputs] == plain
+        assert llm.engine.num_recordings == recorded
+        assert llm.engine.num_recorded_rounds > before + 30
+        if drafter is not None:
+            total = total_speculation(outputs)
+            assert 0 < total.accepted < total.drafted

@@ -101,11 +101,12 @@ def plain() -> Iterator[dict[tuple[str, str], list[int]]]:
         }
 
 
+@pytest.mark.parametrize("drafter", [None, DRAFTER, "auto"])
 def test_the_next_pass_begins_before_the_grammar_is_asked(
-    plain: dict[tuple[str, str], list[int]], monkeypatch: pytest.MonkeyPatch
+    drafter: Any, plain: dict[tuple[str, str], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every round is a recorded one, with guided requests and without, and hardly any waits for the one before."""
-    with LLM(None, DRAFTER, max_num_seqs=8, max_model_len=128, device="cpu") as llm:
+    with LLM(None, drafter, max_num_seqs=8, max_model_len=128, device="cpu") as llm:
         kinds = ["words", "free", "form, filtered", "words, penalised", "free, penalised", "object"]
         seen = Seen(llm, monkeypatch)
         asked = [llm.requests_for(PROMPTS[0], KINDS[kind], number)[0] for number, kind in enumerate(kinds)]
@@ -119,7 +120,7 @@ def test_the_next_pass_begins_before_the_grammar_is_asked(
     assert seen.num_eager == 0
     guided = [plan for plan in rounds if any(work.request.guide is not None for work in plan)]
     assert seen.num_ahead() >= len(guided) - 2 > 10
-    assert any(outcome.forced for _, outcome in seen.outcomes)
+    assert any(outcome.forced for _, outcome in seen.outcomes) is (drafter is not None)
 
 
 def test_whoever_comes_and_goes(
@@ -170,6 +171,7 @@ def test_whoever_comes_and_goes(
                 counts["forced and accepted"] += accepted if before is not None and before.forced else 0
             latest[work.request] = outcome
         assert min(counts.values()) > 5, counts
+        assert not any(outcome.forced for work, outcome in seen.outcomes if work.request.guide is None)
         assert seen.num_eager == 0
         assert seen.num_ahead() > 50
 

@@ -40,7 +40,7 @@ def test_lay_out(people: list[list[int]], shape: RoundShape, missed: bool) -> No
     check_layout(found, wanted)
 
 
-@pytest.mark.parametrize("kind", ["none", "draft", "predicted", "rest"])
+@pytest.mark.parametrize("kind", ["none", "draft", "predicted", "forced", "rest"])
 @pytest.mark.parametrize(("people", "shape"), ROUNDS)
 def test_judge_and_outcome(people: list[list[int]], shape: RoundShape, kind: str) -> None:
     shape = RoundShape(**{**vars(shape), "rests": kind == "rest"})
@@ -52,7 +52,9 @@ def test_judge_and_outcome(people: list[list[int]], shape: RoundShape, kind: str
         assert vars(verdict)[name].equal(value), name
     tokens = torch.arange(shape.num_seats * LOOKAHEAD).view(LOOKAHEAD, -1).T  # drafters make them so
     count = torch.where(steps[0].emits, torch.arange(shape.num_seats) % (LOOKAHEAD + 1), 0)
-    draft = Draft(tokens, count, count > 2 if kind == "predicted" else None) if kind in ("draft", "predicted") else None
+    draft = None if kind in ("none", "rest") else Draft(tokens, count, count > 2 if kind == "predicted" else None)
+    if draft is not None and kind == "forced":
+        draft.forced = count < 2
     table = native_round.write_outcome(steps[0], verdict, draft, rounds.NUM_COUNTS)
     assert table.equal(rounds.write_outcome_reference(steps[1], wanted, draft))
     for name in ("lengths", "computed", "kept_state", "draft_count", "followed"):

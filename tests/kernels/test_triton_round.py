@@ -203,9 +203,9 @@ def forced_guidance(verdict: Verdict, draft: Draft, first: int) -> Guidance:
     """Of seats in turn, from the `first` kind on: nothing is forced; the verdict goes another way; it ends there; it
     goes on otherwise than the draft; as the draft does, but longer; as the draft does, and not as far."""
     num_judged, rows = 1 + LOOKAHEAD, []
-    for seat, (said, own) in enumerate(zip(verdict.tokens.tolist(), draft.tokens.tolist(), strict=True)):
-        said, own = said[: int(verdict.count[seat])], own[: int(draft.count[seat])]
-        other, longer = [*said, 7, 8, 9], [*said, *own, 7]
+    for seat, (said, made) in enumerate(zip(verdict.tokens.tolist(), draft.tokens.tolist(), strict=True)):
+        said, own = said[: int(verdict.count[seat])], made[: int(draft.count[seat])]
+        other, longer = [*said, 7, 8, 9], [*said, *made[: len(own) + 1]]
         runs = [[], [*(each + 1 for each in said), 7], said, other, longer, [*said, *own[:1]]]
         run = runs[(first + seat) % 6]
         rows.append(([0] * num_judged + [len(run)] + run + [0] * 40)[: 3 * num_judged])

@@ -176,6 +176,6 @@ def show_card(console: Console, report: Mapping[str, Any]) -> None:
     for name, key in (("ready", "ready_seconds"), ("first token", "first_token_seconds")):
         table.add_row(name, f"{cold[key]:.2f}", f"{warm[key]:.2f}", style="bold")
     console.print(table)
-    counted = f"{cold['num_recordings']} rounds recorded; kernels compiled for a GPU: {cold['num_kernels_compiled']} "
+    counted = f"{cold['num_recordings']} recordings; kernels compiled for a GPU: {cold['num_kernels_compiled']} "
     late = f"{cold['num_kernels_compiled_after_ready']} after it was ready"
     console.print(Text(f"{counted}cold, {warm['num_kernels_compiled']} warm, {late}"), soft_wrap=True)

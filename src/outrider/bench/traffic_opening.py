@@ -116,5 +116,5 @@ def _named(config: EngineConfig) -> list[tuple[str, SpeculativeConfig | None]]:
 
 
 def _ready(name: str, engine: Engine, begin: float) -> str:
-    recorded = f", {engine.num_recordings} rounds recorded" if engine.num_recordings else ""
+    recorded = f", {engine.num_recordings} recordings" if engine.num_recordings else ""
     return f"{name}: ready after {time.perf_counter() - begin:.1f} s{recorded}"

@@ -111,16 +111,14 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Progress]:
         """Launches rounds, then reads the outcome of the oldest: how far it has brought which requests."""
+        self._flights = deque(flight for flight in self._flights if flight.is_wanted)
         self._launch_rounds()
-        while self._flights:
-            flight = self._flights.popleft()
-            self._finish(flight)
-            if flight.is_wanted:
-                news = self._land(flight)
-                if self._flights and self._finish(self._flights[0]):
-                    self._launch_rounds()  # what is left of that one would not keep the device busy for long
-                return news
-        return []
+        if not self._flights:
+            return []
+        news = self._land(self._flights.popleft())
+        if self._flights and self._flights[0].is_wanted and self._finish(self._flights[0]):
+            self._launch_rounds()  # what is left of that one would not keep the device busy for long
+        return news
 
     def _launch_rounds(self) -> None:
         while len(self._flights) < self._max_flying and self._is_foreseeable:
@@ -157,8 +155,8 @@ class Engine:
         return flight
 
     def _finish(self, flight: Flight) -> bool:
-        """Sends the rest of a round to the device; false where nothing is left. All before it have landed, or nobody in
-        it has a grammar."""
+        """Sends the rest of a round to the device; false where nothing is left. Whatever its grammars wait for has
+        landed."""
         if flight.parts is None:
             return False
         parts, plan, flight.parts = flight.parts, flight.plan, None
@@ -189,6 +187,7 @@ class Engine:
 
     def _land(self, flight: Flight) -> list[Progress]:
         """The outcome of a round reaches the requests that are still there."""
+        self._finish(flight)
         end = flight.wait()
         read = [each for each in flight.read() if each[0].is_current]
         if flight.hidden is not None:
