@@ -176,6 +176,19 @@ def test_whoever_comes_and_goes(
         assert seen.num_ahead() > 50
 
 
+def test_logprobs_are_the_targets_own() -> None:
+    """Masks are written over the logits; what was asked about them is kept before."""
+    params = [replace(KINDS[kind], logprobs=3) for kind in ("words, sampled", "free", "form", "words, penalised")]
+    found = []
+    for eager in (True, False):
+        with LLM(None, DRAFTER, enforce_eager=eager, max_num_seqs=4, max_model_len=128, device="cpu") as llm:
+            outputs = llm.generate([PROMPTS[2]] * len(params), params)
+            rows = [row for output in outputs for row in output.outputs[0].logprobs or []]
+            found.append([{token: one.logprob for token, one in row.items()} for row in rows])
+    assert found[0] == found[1]
+    assert all(value > -100 for row in found[0] for value in row.values()), "a mask was seen"
+
+
 def test_a_request_that_ends_in_the_round_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its part of the round under way is nobody's: no mask, no token, no error; a newcomer gets its slot."""
     with LLM(None, DRAFTER, max_num_seqs=2, max_model_len=128, device="cpu") as llm:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,14 @@ class GraphKey:
     flags: Flags
 
 
+class Keys(NamedTuple):
+    """Of the parts of a round."""
+
+    forward: GraphKey
+    choose: GraphKey
+    draft: GraphKey
+
+
 @dataclass
 class Recording:
     graph: torch.cuda.CUDAGraph
@@ -68,6 +76,7 @@ class Graphs:
         has_drafter = parts.drafting.drafter is not None
         self.buffers = Buffers(runner.cache, runner.vocab_size, largest, has_drafter=has_drafter)
         self._recordings: dict[GraphKey, Recording] = {}
+        self._keys: dict[tuple[RoundShape, Flags], Keys] = {}
         self._latest: list[Recording] = []  # the parts of the last round
         self._pool: Any = None  # of memory; all recordings share it, as they never run at once
         self.num_launched = 0
@@ -105,12 +114,13 @@ class Graphs:
         """Such a round, to be done part by part. What was never recorded is recorded now, before it begins: that
         needs the places where its parts will meet."""
         flags = Flags.of([work.request for work in plan])
-        self._prepare(self.keys(shape, flags))
-        if any(work.request.guide is not None for work in plan):
-            self._prepare([self.choose_key(shape, replace(flags, masked=True))])
+        keys = self.keys(shape, flags)
+        masked = self.keys(shape, replace(flags, masked=True)) if any(work.request.guide for work in plan) else keys
+        self._prepare(keys)
+        self._prepare(masked)
         self.num_launched += 1
         self._latest = []
-        return RecordedRound(self, plan, shape, flags)
+        return RecordedRound(self, plan, shape, (keys, masked))
 
     def seat(self, plan: Sequence[Work], shape: RoundShape) -> None:
         """Whoever takes part in the next round."""
@@ -176,25 +186,23 @@ class Graphs:
 
     # what is recorded
 
-    def keys(self, shape: RoundShape, flags: Flags) -> list[GraphKey]:
-        """The parts of such a round."""
-        return [self.forward_key(shape), self.choose_key(shape, flags), self.draft_key(shape, flags)]
+    def keys(self, shape: RoundShape, flags: Flags) -> Keys:
+        """The parts of such a round, and what each depends on."""
+        found = self._keys.get((shape, flags))
+        if found is None:
+            most, passed = self.buffers.largest, replace(shape, depth=0, rests=False)
+            judged = replace(passed, num_rows=most.num_rows, max_rows=most.max_rows)
+            found = self._keys[shape, flags] = Keys(
+                # the same whatever is asked of sampling, and whatever is drafted afterwards
+                GraphKey(Part.FORWARD, passed, PLAIN),
+                # looks at judged rows alone; where logits are adjusted, filters make no difference to the time
+                GraphKey(Part.CHOOSE, judged, replace(flags, filtered=flags.filtered or flags.adjusted)),
+                # tokens are sampled like the target's, but their logits are not adjusted
+                GraphKey(Part.DRAFT, shape, replace(PLAIN, filtered=flags.filtered and shape.depth > 0)),
+            )
+        return found
 
-    def forward_key(self, shape: RoundShape) -> GraphKey:
-        """The target's pass is the same whatever is asked of sampling, and whatever is drafted afterwards."""
-        return GraphKey(Part.FORWARD, replace(shape, depth=0, rests=False), PLAIN)
-
-    def choose_key(self, shape: RoundShape, flags: Flags) -> GraphKey:
-        """Only judged rows count. Where logits are adjusted, filters make no difference to the time."""
-        most = self.buffers.largest
-        shape = replace(shape, num_rows=most.num_rows, max_rows=most.max_rows, depth=0, rests=False)
-        return GraphKey(Part.CHOOSE, shape, replace(flags, filtered=flags.filtered or flags.adjusted))
-
-    def draft_key(self, shape: RoundShape, flags: Flags) -> GraphKey:
-        """Drafts are sampled like the target's tokens, but their logits are not adjusted."""
-        return GraphKey(Part.DRAFT, shape, replace(PLAIN, filtered=flags.filtered and shape.depth > 0))
-
-    def _prepare(self, keys: Sequence[GraphKey]) -> None:
+    def _prepare(self, keys: Keys) -> None:
         """Records what is not recorded yet, or was recorded with tables that have been replaced since."""
         for key in keys:
             found, generation = self._recordings.get(key), self._runner.options.generation
@@ -242,29 +250,28 @@ class Graphs:
 
 
 class RecordedRound:
-    """From recordings, part by part."""
+    """From recordings, part by part. `keys`: of the round where grammars say nothing, and where they do."""
 
-    def __init__(self, graphs: Graphs, plan: Sequence[Work], shape: RoundShape, flags: Flags) -> None:
-        self._graphs, self._plan, self._shape, self._flags = graphs, plan, shape, flags
+    def __init__(self, graphs: Graphs, plan: Sequence[Work], shape: RoundShape, keys: tuple[Keys, Keys]) -> None:
+        self._graphs, self._plan, self._shape, self._keys = graphs, plan, shape, keys
 
     @property
     def logits(self) -> Tensor:
         return self._graphs.buffers.logits(self._shape)
 
-    def forward(self) -> None:
-        self._graphs.seat(self._plan, self._shape)
-        self._graphs.replay(self._graphs.forward_key(self._shape))
-
     @property
     def hidden(self) -> Hidden:
         return self._graphs.buffers.passed(self._shape).hidden
 
+    def forward(self) -> None:
+        self._graphs.seat(self._plan, self._shape)
+        self._graphs.replay(self._keys[0].forward)
+
     def choose(self, said: tuple[Tensor, Tensor] | None) -> None:
         self._graphs.buffers.guide(said)
-        flags = replace(self._flags, masked=said is not None)
-        self._graphs.replay(self._graphs.choose_key(self._shape, flags))
+        self._graphs.replay(self._keys[said is not None].choose)
 
     def draft(self) -> Tensor:
-        outcomes = self._graphs.replay(self._graphs.draft_key(self._shape, self._flags)).outcomes
+        outcomes = self._graphs.replay(self._keys[0].draft).outcomes
         assert outcomes is not None
         return outcomes
