@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def test_models_on_interpreted_kernels(
     family: str, method: str, target_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"max_model_len": 48, "device": "cpu", "dtype": "float32"}
+    options |= {"page_size": 4, "snapshot_interval": 4}
     with LLM(target_path(family), None, enforce_eager=True, **options) as llm:
         plain = llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids
     Oracle.truth = [PROMPT + plain]
@@ -43,5 +45,9 @@ def test_models_on_interpreted_kernels(
         guide(llm.drafter, Oracle.truth, llm.target.vocab_size, skill=0.8)
         outputs = llm.generate([PROMPT], PARAMS)
         assert llm.engine.num_recorded_rounds > 0
+        if llm.engine.cache.recurrent:
+            (again,) = llm.generate([[*PROMPT, *plain[:3]]], replace(PARAMS, max_tokens=2))
+            assert again.num_cached_tokens == 8
+            assert again.outputs[0].token_ids == plain[3:]
     assert outputs[0].outputs[0].token_ids == plain
     assert total_speculation(outputs).accepted > 0

@@ -10,9 +10,9 @@ from outrider import LLM
 from outrider.config import CPU_LIMITS, GPU_LIMITS, EngineConfig, batch_limits
 from outrider.engine import memory
 from outrider.engine.memory import GRAPH_BYTES, Budget, Demand, plan_memory
-from outrider.layers.cached import CachedLayer
+from outrider.layers.cached import CachedLayer, RecurrentLayer
 from outrider.layers.linear import Linear
-from outrider.types import Paged
+from outrider.types import Paged, Recurrent
 
 GIB = 2**30
 PAGE = 16 * 2 * 8 * 64 * 2 * 32  # tokens, keys and values, heads, dim, bytes, layers
@@ -115,6 +115,43 @@ def test_limits_suit_the_device(gpu: dict[str, int]) -> None:
     assert batch_limits("auto") == batch_limits("cuda:0") == GPU_LIMITS
     with LLM(None, None, device="cpu", max_num_batched_tokens=77) as llm:
         assert (llm.config.max_num_seqs, llm.config.max_num_batched_tokens) == (16, 77)
+
+
+class Memory(RecurrentLayer):
+    """Of 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__(Recurrent(((1024, 1024),)))
+
+
+def recurrent_demand() -> Demand:
+    usual = demand()
+    model = nn.ModuleList([*usual.models, *(Memory() for _ in range(24))])
+    return replace(usual, models=[model], lookahead=0)
+
+
+def test_snapshots_of_recurrent_states(gpu: dict[str, int]) -> None:
+    """Four for each request, or a quarter of the room; the rest goes to pages."""
+    state, roomy = 24 * 4 * 2**20, gpu_config(max_num_seqs=16)
+    budget = plan_memory(roomy, recurrent_demand(), 16 * GIB)
+    assert (budget.num_snapshots, budget.snapshot_bytes) == (64, state)
+    crowded = gpu_config(max_num_seqs=256)
+    budget = plan_memory(crowded, recurrent_demand(), 16 * GIB)
+    room = budget.cache_bytes - budget.state_bytes
+    assert budget.state_bytes > 257 * state
+    assert 0.24 * room < budget.num_snapshot_places * state <= 0.25 * room + PAGE
+    working = recurrent_demand().working_bytes(8192, 256) + GRAPH_BYTES
+    assert 0 <= 0.9 * gpu["total"] - 16 * GIB - working - budget.cache_bytes <= 2 * PAGE
+    asked = plan_memory(replace(crowded, num_snapshots=7), recurrent_demand(), 16 * GIB)
+    assert asked.num_snapshots == 7
+    assert asked.cache_bytes == pytest.approx(budget.cache_bytes, abs=2 * PAGE)
+    paged = plan_memory(replace(crowded, kv_cache_memory=10 * GIB), recurrent_demand(), 16 * GIB)
+    assert paged.page_bytes * paged.num_pages == pytest.approx(10 * GIB, abs=PAGE)
+    assert paged.num_snapshots > 100
+    with pytest.raises(ValueError, match="400 snapshots of recurrent states need"):
+        plan_memory(replace(crowded, kv_cache_memory=60 * GIB, num_snapshots=400), recurrent_demand(), 16 * GIB)
+    for off in ({"enable_prefix_caching": False}, {"num_snapshots": 0}):
+        assert plan_memory(replace(roomy, **off), recurrent_demand(), 16 * GIB).num_snapshot_places == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("share", [0, 1.01, -1])
