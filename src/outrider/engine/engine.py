@@ -22,7 +22,7 @@ from outrider.engine.graphs import NUM_ROWS, Graphs, Result
 from outrider.engine.logprobs import add_prompt_logprobs, logprob_table
 from outrider.engine.memory import Budget
 from outrider.engine.pages import PagePool
-from outrider.engine.policy import DepthPolicy, FixedDepth
+from outrider.engine.policy import DepthPolicy, FixedDepth, Judged, Landed, judged_of
 from outrider.engine.request import Request, Work
 from outrider.engine.runner import Runner, exact_shape
 from outrider.engine.sampler import Masks, sample
@@ -48,6 +48,7 @@ class Engine:
         drafter: Drafter | None,
         budget: Budget,
         tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self.lookahead = drafter.lookahead if drafter is not None else 0
@@ -72,12 +73,14 @@ class Engine:
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages))
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = _watchdog(config, drafter)
-        self.drafting = Drafting(drafter, depth_policy(config.speculative, self.lookahead), self.runner)
         settings = config.speculative
         self._synthetic_length = settings.synthetic_acceptance_length if settings is not None else None
         self._graphs = Graphs(self.runner, self._round, config.max_num_seqs) if records(config) else None
+        policy = depth_policy(settings, self.lookahead, shape.num_slots, self._graphs)
+        self.drafting = Drafting(drafter, policy, self.runner)
         self._max_flying = 1 if config.torch_device.type == "cpu" and self._graphs is None else MAX_FLYING
         self._flights: deque[Flight] = deque()
+        self._clock, self._landed_at = clock, 0.0
 
     # requests come and go
 
@@ -105,11 +108,12 @@ class Engine:
     def step(self) -> list[Request]:
         """Launches rounds, then reads the outcome of the oldest; returns the requests that have something new."""
         while len(self._flights) < self._max_flying and self._is_foreseeable:
+            begin = self._clock()
             depth = self.drafting.depth(self.scheduler.running or self.scheduler.next_in_line)
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
             if not plan.work:
                 break
-            self._flights.append(self._launch(plan, depth))
+            self._flights.append(self._launch(plan, depth, begin))
             self.scheduler.launched(plan.work)
         while self._flights:
             flight = self._flights.popleft()
@@ -126,9 +130,9 @@ class Engine:
             for request in self.scheduler.running
         )
 
-    def _launch(self, plan: Plan, depth: int) -> Flight:
+    def _launch(self, plan: Plan, depth: int, begin: float) -> Flight:
         """Sends a round to the device: recorded where it can be, step by step otherwise."""
-        begin, work = time.perf_counter(), plan.work
+        work = plan.work
         self._place(plan)
         rests = self.drafting.rests(work, depth)
         if rests:
@@ -179,24 +183,42 @@ class Engine:
 
     def _land(self, flight: Flight) -> list[Request]:
         """The outcome of a round reaches the requests that are still there."""
-        end = flight.wait()
+        flight.wait()
+        end = self._clock()
         read = [each for each in flight.read() if each[0].is_current]
         if flight.hidden is not None:
             add_prompt_logprobs(flight.read_rows(), flight.hidden, self.target, self.tokenizer)
-        accepted = []
+        judged = []
         for work, outcome, begin in read:
             logits = flight.logits[begin : begin + 1 + outcome.num_judged] if flight.logits is not None else None
+            if work.is_round and work.request.draft and not work.request.draft_is_predicted:
+                judged.append(judged_of(work.request, outcome))
             self._settle(work, outcome, logits)
-            if work.request.is_followed or not flight.shape.depth:  # the others have no say in what drafts are worth
-                accepted.append(max(len(outcome.tokens) - 1, 0))
-        if all(work.is_round for work in flight.plan):
-            self.drafting.policy.note(accepted, flight.shape.depth, flight.launched, end)
-        else:
-            self.drafting.policy.pause(end)
+        self._note(flight, sum(len(outcome.tokens) for _, outcome, _ in read), judged, end)
         self._heal([work for work, _, _ in read])
         return [work.request for work, _, _ in read if work.emits]
 
     # the parts of a step
+
+    def _note(self, flight: Flight, num_tokens: int, judged: list[Judged], end: float) -> None:
+        """Tells the policy of a round. It has kept everybody waiting since it began, or since the one before was over;
+        where none is under way, also while its outcome was read."""
+        end = end if self._flights else self._clock()
+        seconds, self._landed_at = end - max(flight.launched, self._landed_at), end
+        shape = flight.shape
+        decoding = sum(work.num_rows for work in flight.plan if work.is_round)
+        num_rows = shape.num_rows if all(work.is_round for work in flight.plan) else decoding
+        landed = Landed(
+            num_requests=len(flight.plan),
+            depth=shape.depth,
+            rests=shape.rests or not (shape.depth or self.drafting.remembers),
+            num_rows=num_rows,
+            num_other_rows=shape.num_rows - num_rows,
+            num_tokens=num_tokens,
+            seconds=seconds,
+            judged=judged,
+        )
+        self.drafting.policy.note(landed)
 
     def _place(self, plan: Plan) -> None:
         """Slots of new requests are filled, and page tables learn of new pages."""
@@ -205,6 +227,7 @@ class Engine:
             reused = request.pages[: request.num_computed // page_size]
             self.cache.admit(request.slot, request.tokens, reused, request.images)
             request.num_placed = len(reused)
+            self.drafting.policy.admit(request.slot)
         if plan.admitted:
             self.runner.options.write(plan.admitted, self.cache.upload)
         places = []
@@ -360,11 +383,13 @@ def cache_shape(config: EngineConfig, target: Target, drafter: Drafter | None, b
     )
 
 
-def depth_policy(settings: SpeculativeConfig | None, lookahead: int) -> DepthPolicy:
+def depth_policy(
+    settings: SpeculativeConfig | None, lookahead: int, num_slots: int, graphs: Graphs | None
+) -> DepthPolicy:
     """Whoever forces a drafter wants to see all of its drafts."""
     if settings is None or not lookahead or settings.force or not settings.adaptive:
         return FixedDepth(lookahead)
-    return Governor(lookahead)
+    return Governor(lookahead, num_slots, graphs.row_sizes if graphs is not None else None)
 
 
 def records(config: EngineConfig) -> bool:

@@ -86,6 +86,7 @@ class Request:
     num_drafts: int = 0  # draft tokens waiting to be verified
     draft: list[int] = field(default_factory=list)  # which
     draft_is_predicted: bool = False  # it is from the prediction
+    most_judged: int | None = None  # tokens of a draft that are worth judging in the next round; None: all
     flying: list[Work] = field(default_factory=list)  # its work in rounds under way, the oldest first
     num_admissions: int = 0
     num_preemptions: int = 0
