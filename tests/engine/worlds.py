@@ -1,5 +1,5 @@
-"""Made-up worlds for the policy that says how much is drafted: what rounds cost and bring is known, and time is counted,
-not measured."""
+"""Made-up worlds for the policy that says how much is drafted: what rounds cost and bring is known, and time is
+counted, not measured."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def run(world: World, governor: Governor, num_rounds: int, chance: random.Random
             most = waiting[who] if request.most_judged is None else min(request.most_judged, waiting[who])
             seen = min(right + 1, most + 1, waiting[who])
             if waiting[who]:
-                judged.append(Judged(request.slot, min(right, seen), seen))
+                judged.append(Judged(request.slot, most, min(right, seen), seen))
             brought.append(min(right, most) + 1)
         decoding = [who for who in range(len(asked)) if not reading[who]]
         rows = sum(1 + min(asked[who].most_judged or 0, waiting[who]) for who in decoding)

@@ -1,9 +1,10 @@
-"""Draft rows as a budget of the whole batch. What rounds take is timed, how many tokens of each request's drafts stand is
-counted, and those rows are taken that bring the most tokens a second, down to none. No output depends on it, only how
-soon it comes."""
+"""Draft rows as a budget of the whole batch. What rounds take is timed, how many tokens of each request's drafts stand
+is counted, and those rows are taken that bring the most tokens a second, down to none. No output depends on it, only
+how soon it comes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,13 +15,12 @@ from outrider.engine.request import Request
 from outrider.engine.survival import Survival
 from outrider.engine.times import Line, Times, size_of
 
-FIRST = 8  # rounds at a new size before another depth is tried
-TRIAL = 5  # rounds of a trial; the first ones may still pay for the change
+FIRST = 4  # rounds at a new size before another depth is tried
+TRIAL = 4  # rounds of a trial; the first ones may still pay for the change
 STRAY = 0.25  # of a round of it: one that has another depth
 MARGIN = 1.03  # a depth must be so much better than the one that is in use
-REVIEW = 4  # rounds between decisions
+REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
 PRICE = 0.01  # share of the time that trials may cost of which nothing new is expected
-SAMPLE = 16  # requests of which the drafter follows one while drafts do not pay
 TRAFFIC = 256  # rounds that the share of prompts looks back on
 
 RowSizes = Callable[[int, int], Sequence[int]]  # numbers of rows that rounds of so many requests and a depth can have
@@ -35,10 +35,10 @@ class Size:
     trial: int | None = None  # the depth that is tried now
     num_left: float = 0.0  # rounds of the trial
     num_rounds: int = 0  # since the last trial
-    seconds: float = 0.0  # since the last trial
     num_trials: int = 0
     token_seconds: float = 0.0  # what a token takes at the depth in use, when the trial began
-    loss: float = 0.0  # seconds that the trial has cost so far
+    next_loss: float = 0.0  # seconds that the next trial will cost, as far as is known
+    loss: float = 0.0  # that the trial has cost so far
     losses: dict[int, float] = field(default_factory=dict)  # that the last trial of a depth has cost
 
 
@@ -58,7 +58,9 @@ class Governor:
         self._survival, self._times = Survival(num_slots, lookahead), Times()
         self._sizes: dict[int, Size] = {}
         self._latest: Size | None = None
-        self._num_unwanted = 0  # requests that came while drafts did not pay
+        self._number = 0  # which size that is
+        self._credit = 0.0  # seconds that trials may cost
+        self._has_followed = False  # some running request could be drafted for
         self._num_prompt_rows = self._num_tokens = 0.0  # of the last rounds
 
     # before a round
@@ -66,15 +68,18 @@ class Governor:
     def depth(self, requests: Sequence[Request]) -> int:
         size = self._size(len(requests))
         number = size_of(len(requests))
-        if size.trial is None and size.num_rounds and size.num_rounds % REVIEW == 0:
+        self._has_followed = any(request.is_followed for request in requests)
+        often = REVIEW if size.depth or size.num_rounds < RARE_REVIEW else RARE_REVIEW
+        if size.trial is None and size.num_rounds and size.num_rounds % often == 0:
             self._review(number, size, requests)
         depth = size.depth if size.trial is None else size.trial
-        self._allot(requests, depth, self._times.line(number, depth, len(requests)))
+        if depth:
+            self._allot(requests, depth, self._times.line(number, depth, len(requests)))
         return depth
 
     def _allot(self, requests: Sequence[Request], depth: int, line: Line | None) -> None:
         """Says of how many tokens of each draft are judged: of all of them together those that are the most likely."""
-        if depth == 0 or line is None:
+        if line is None:
             for request in requests:
                 request.most_judged = depth
             return
@@ -85,11 +90,11 @@ class Governor:
             request.most_judged = most
 
     def _survival_of(self, requests: Sequence[Request]) -> np.ndarray:
-        survival = self._survival.of([request.slot for request in requests])
-        limits = [request.most_drafts() for request in requests]
-        if any(limit is not None for limit in limits):
-            most = np.array([survival.shape[1] if limit is None else limit for limit in limits])
-            survival[np.arange(survival.shape[1]) >= most[:, None]] = 0.0
+        survival = self._survival.of(np.array([request.slot for request in requests]))
+        for number, request in enumerate(requests):
+            limit = request.most_drafts()
+            if limit is not None:
+                survival[number, limit:] = 0.0
         return survival
 
     def _choose(self, survival: np.ndarray, depth: int, line: Line) -> Choice:
@@ -102,7 +107,7 @@ class Governor:
         else:
             added = np.maximum(np.asarray(self._row_sizes(num_requests, depth)) - num_requests, 0)
             used = np.minimum(added, int(np.count_nonzero(survival)))
-        tokens = num_requests + gains[used]
+        tokens = num_requests + self._survival.trust * gains[used]
         seconds = line.seconds + line.row * added
         each = seconds / tokens + line.prompt * self._prompt_share
         best = int(each.argmin())
@@ -114,13 +119,15 @@ class Governor:
         return self._num_prompt_rows / max(self._num_tokens, 1.0)
 
     def wants(self, num_requests: int) -> bool:
-        """Where drafts have been found not to pay, only of one request in several is the text followed, so that it can
-        be found out should they pay again."""
-        size = self._size(num_requests)
-        if size.depth or size.pays:
+        """Where drafts have been found not to pay, the drafter follows a text only when a trial can be afforded: so it
+        is found out should they pay again."""
+        # those who come at once will be together, and so will those who come where others have just left
+        size = self._sizes.get(max(size_of(num_requests), self._number)) or self._latest
+        if size is None:
             return True
-        self._num_unwanted += 1
-        return self._num_unwanted % SAMPLE == 0
+        wanted = size.depth > 0 or size.pays or (self._credit >= size.next_loss and not self._has_followed)
+        self._has_followed = self._has_followed or wanted
+        return wanted
 
     def admit(self, slot: int) -> None:
         self._survival.begin(slot)
@@ -135,16 +142,15 @@ class Governor:
         size = self._sizes.get(number)
         if size is None:  # whatever was best for the batches before is a good start
             size = self._sizes[number] = Size(self.latest, self._latest is None or self._latest.pays)
-        self._latest = size
+        self._latest, self._number = size, number
         return size
 
     # after a round
 
     def note(self, landed: Landed) -> None:
-        judged = landed.judged
-        self._survival.add(
-            [each.slot for each in judged], [each.num_right for each in judged], [each.num_seen for each in judged]
-        )
+        if landed.seconds <= 0:
+            return
+        self._survival.add(landed.judged)
         keep = 1 - 1 / TRAFFIC
         self._num_prompt_rows = self._num_prompt_rows * keep + landed.num_other_rows
         self._num_tokens = self._num_tokens * keep + landed.num_tokens
@@ -152,18 +158,24 @@ class Governor:
         rows = (landed.num_rows, landed.num_other_rows)
         self._times.add(number, landed.depth, rows, landed.seconds, rests=landed.rests)
         size.num_rounds += 1
-        size.seconds += landed.seconds
-        if size.trial is None:
-            return
-        line = self._times.line(number, landed.depth, landed.num_requests)
-        prompts = 0.0 if line is None else line.prompt
+        self._credit += PRICE * landed.seconds
+        if size.trial is not None:
+            self._note_trial(number, size, landed)
+        elif landed.depth == size.depth == 0 and not landed.rests:  # the drafter follows a text for the sake of a trial
+            follow, rest = (self._times.prompt_seconds(number, rests=rests) for rests in (False, True))
+            self._credit -= max(follow - rest, 0.0) * landed.num_other_rows
+
+    def _note_trial(self, number: int, size: Size, landed: Landed) -> None:
+        assert size.trial is not None
+        prompts = self._times.prompt_seconds(number, rests=landed.rests)
         bought = landed.num_tokens * (size.token_seconds - prompts * self._prompt_share)
         size.loss += landed.seconds - prompts * landed.num_other_rows - bought
         # Rounds under way have the depth of before; but requests may also want no more, whatever is tried.
         size.num_left -= 1 if landed.depth == size.trial else STRAY
         if size.num_left <= 0:
+            self._credit -= size.loss
             size.losses[size.trial] = max(size.loss, 0.0)
-            size.trial, size.num_rounds, size.seconds = None, 0, 0.0
+            size.trial, size.num_rounds = None, 0
 
     # decisions
 
@@ -176,28 +188,34 @@ class Governor:
             return
         now = found[size.depth]
         best = min(found, key=lambda depth: found[depth].token_seconds)
-        if found[best].token_seconds * MARGIN < now.token_seconds:
+        if found[best].token_seconds * MARGIN >= now.token_seconds and 0 in found:
+            best = 0  # drafts that bring nothing are not made
+        if found[best].token_seconds * (MARGIN if best else 1.0) < now.token_seconds:
             if self._times.knows(number, best):
                 size.depth = best
             elif size.num_rounds >= FIRST:
                 self._begin(number, size, best, now)
             return
-        if size.num_rounds < FIRST:
-            return
         other = self._next(number, size)
+        size.next_loss = self._loss(number, size, other, found, survival)
+        if size.num_rounds >= FIRST and self._credit >= size.next_loss and (self._has_followed or not other):
+            self._credit = min(self._credit, max(size.next_loss, 0.0))
+            self._begin(number, size, other, now)
+
+    def _loss(self, number: int, size: Size, other: int, found: dict[int, Choice], survival: np.ndarray) -> float:
+        """Seconds that a trial of another depth will cost."""
+        now = found[size.depth]
         if other in found:
             tried = found[other]
             loss = TRIAL * tried.seconds * max(1 - now.token_seconds / tried.token_seconds, 0.0)
-            if max(loss, size.losses.get(other, 0.0)) > PRICE * size.seconds:
-                return
-        else:
-            # Nothing is known of what it takes. Drafts that survive too seldom never pay, whatever they cost.
-            line = self._times.line(number, size.depth, len(requests))
-            assert line is not None
-            hope = self._choose(survival[:, :other], other, line) if other else now
-            if other and hope.token_seconds * MARGIN > now.token_seconds:
-                return
-        self._begin(number, size, other, now)
+            return max(loss, size.losses.get(other, 0.0))
+        if other == 0:  # nothing is known of plain rounds
+            return -math.inf
+        # Nothing is known of what drafts take. Those that stand too seldom never pay, whatever they take.
+        line = self._times.line(number, size.depth, len(survival))
+        assert line is not None
+        hope = self._choose(survival[:, :other], other, line)
+        return -math.inf if hope.token_seconds * MARGIN < now.token_seconds else TRIAL * now.seconds
 
     def _next(self, number: int, size: Size) -> int:
         """The depth to try: none, and as many as there can be, come first."""

@@ -16,6 +16,7 @@ class Judged:
     """What became of a request's draft. Tokens that were not judged count where the text has shown what they were."""
 
     slot: int
+    num_judged: int
     num_right: int  # its first tokens that stand
     num_seen: int  # its first tokens of which it is known; one more than stand at most
 
@@ -29,7 +30,7 @@ def judged_of(request: Request, outcome: Outcome) -> Judged:
     elif outcome.tokens and right < len(request.draft):
         seen += 1
         right += request.draft[right] == outcome.tokens[right]
-    return Judged(request.slot, right, seen)
+    return Judged(request.slot, outcome.num_judged, right, seen)
 
 
 @dataclass(frozen=True)

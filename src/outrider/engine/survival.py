@@ -7,9 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from outrider.engine.policy import Judged
+
 WINDOW = 32  # drafts of a request that its record looks back on
 BATCH_WINDOW = 256  # drafts that the average of all looks back on
-PRIOR = 3.0  # drafts of its own that the average counts as much as
+KEEP = 1 - 1 / 128  # of the tokens that were expected, from round to round
+TRUST = 16.0  # tokens at first that came as they were expected
+PRIOR = 6.0  # drafts of its own that the average counts as much as
 HOPE = 0.7  # what a position counts as that was never seen
 FADED = 4.0  # drafts that what is known counts as much as, when it may be out of date
 
@@ -25,18 +29,21 @@ class Survival:
         self._all_right = np.full(lookahead, HOPE)
         self._all_seen = np.ones(lookahead)
         self._column = np.arange(lookahead)
+        self._expected = self._accepted = TRUST  # tokens of the last rounds
 
     def begin(self, slot: int) -> None:
         """Another request has the slot."""
         self._right[slot] = self._seen[slot] = 0.0
 
-    def add(self, slots: Sequence[int], right: Sequence[int], seen: Sequence[int]) -> None:
-        """Of each request's draft: how many of its first tokens were right, and how many were looked at: no more than
-        one more."""
-        if not slots:
+    def add(self, judged: Sequence[Judged]) -> None:
+        """What became of drafts."""
+        if not judged:
             return
-        rows, stands = np.asarray(slots), self._column < np.asarray(right)[:, None]
-        looked = self._column < np.asarray(seen)[:, None]
+        table = np.array([(each.slot, each.num_judged, each.num_right, each.num_seen) for each in judged])
+        rows, stands, looked = table[:, 0], self._column < table[:, 2:3], self._column < table[:, 3:]
+        was_judged = self._column < table[:, 1:2]
+        self._expected = self._expected * KEEP + (self.of(rows) * was_judged).sum()
+        self._accepted = self._accepted * KEEP + (stands & was_judged).sum()
         for table, new in ((self._right, stands), (self._seen, looked)):
             table[rows] = np.where(looked, table[rows] * (1 - 1 / WINDOW) + new, table[rows])
         count = looked.sum(0)
@@ -49,9 +56,13 @@ class Survival:
         """Of all requests: the share of drafts whose first tokens up to each one stand, [K]."""
         return (self._all_right / self._all_seen).cumprod()
 
-    def of(self, slots: Sequence[int]) -> np.ndarray:
-        """The chance that each token of a draft is accepted, [B, K]; it falls from token to token."""
-        rows = np.asarray(slots)
+    @property
+    def trust(self) -> float:
+        """How many of the tokens that were expected have come: whoever picks the best of many is a little deceived."""
+        return min(max(self._accepted / self._expected, 0.5), 1.2)
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """The chance that each token of a draft is accepted, by slot, [B, K]; it falls from token to token."""
         share = self._all_right / self._all_seen
         return ((self._right[rows] + PRIOR * share) / (self._seen[rows] + PRIOR)).cumprod(axis=1)
 

@@ -1,5 +1,5 @@
-"""What a round takes, learnt from rounds of every kind: a mean for each depth and for batches of about the same size, and
-how it grows with the rows of drafts and of prompts. So rounds that read prompts teach as much as others."""
+"""What a round takes, learnt from rounds of every kind: a mean for each depth and for batches of about the same size,
+and how it grows with the rows of drafts and of prompts. So rounds that read prompts teach as much as others."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 # batches of about the same size, up to each of them, are timed together
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+NEAR = 2  # sizes so far away say what a row takes
 WINDOW = 48  # rounds that a mean looks back on
 FADED = 4  # rounds that what is known counts as much as, when it is timed again
 OUTLIER = 2.0  # a round that takes so many times as long as expected was disturbed
 NOISE = 0.1  # of a round's time: what differs for no reason
 LEAST = 16  # parts of a round's mean time that what is expected never falls below
+REFIT = 4  # rounds after which slopes are fitted again
 ROWS_OF_A_ROUND = 64  # rows that cost as much as all else in a round: a first guess
 
 
@@ -68,20 +70,18 @@ class Kind:
         """Least squares over the rounds of all depths, each about its own mean, held to what is known otherwise."""
         known = self.depths.values()
         longest = max(known, key=lambda each: each.seconds)
-        seconds = longest.seconds
+        rows = ROWS_OF_A_ROUND + longest.rows + longest.prompt
+        most = longest.seconds / max(longest.rows + longest.prompt, 1.0)  # or else there was nothing else in a round
         if prior is None:
-            guess = seconds / (ROWS_OF_A_ROUND + longest.rows + longest.prompt)
-            prior = Slopes(guess, guess)
-        hold_rows = (NOISE * seconds / max(prior.rows, 1e-12)) ** 2
-        hold_prompt = (NOISE * seconds / max(prior.prompt, 1e-12)) ** 2
-        rows_rows = sum(each.rows_rows for each in known) + hold_rows
-        prompt_prompt = sum(each.prompt_prompt for each in known) + hold_prompt
+            prior = Slopes(longest.seconds / rows, longest.seconds / rows)
+        prior = Slopes(min(prior.rows, most), min(prior.prompt, most))
+        hold = (NOISE * rows) ** 2
+        rows_rows = sum(each.rows_rows for each in known) + hold
+        prompt_prompt = sum(each.prompt_prompt for each in known) + hold
         both = sum(each.rows_prompt for each in known)
-        rows_seconds = sum(each.rows_seconds for each in known) + hold_rows * prior.rows
-        prompt_seconds = sum(each.prompt_seconds for each in known) + hold_prompt * prior.prompt
-        area = rows_rows * prompt_prompt - both * both
-        if area <= 0:
-            return prior
+        rows_seconds = sum(each.rows_seconds for each in known) + hold * prior.rows
+        prompt_seconds = sum(each.prompt_seconds for each in known) + hold * prior.prompt
+        area = rows_rows * prompt_prompt - both * both  # above 0: both are held
         return Slopes(
             max((rows_seconds * prompt_prompt - prompt_seconds * both) / area, 0.0),
             max((prompt_seconds * rows_rows - rows_seconds * both) / area, 0.0),
@@ -101,6 +101,7 @@ class Times:
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, bool], Kind] = {}  # by size, and whether the drafter is left out
         self._slopes: dict[tuple[int, bool], Slopes] = {}
+        self._new: dict[tuple[int, bool], int] = {}  # rounds since slopes were fitted
 
     def add(self, size: int, depth: int, rows: tuple[int, int], seconds: float, *, rests: bool) -> None:
         """A round is over. `rows`: of requests that decode, and others."""
@@ -114,7 +115,9 @@ class Times:
             elif moments.count > 2:
                 seconds = min(seconds, OUTLIER * max(expected, moments.seconds))
         moments.add(*rows, seconds)
-        self._slopes[key] = kind.slopes(self._prior(key))
+        self._new[key] = self._new.get(key, 0) + 1
+        if key not in self._slopes or self._new[key] >= REFIT:
+            self._slopes[key], self._new[key] = kind.slopes(self._prior(key)), 0
 
     def knows(self, size: int, depth: int) -> bool:
         kind = self._kinds.get((size, depth == 0))
@@ -149,6 +152,11 @@ class Times:
                 return Line(seconds * ratio / share, slopes.rows, slopes.prompt)
         return None
 
+    def prompt_seconds(self, size: int, *, rests: bool) -> float:
+        """Of one more row of a prompt, that the drafter sees or not; 0 while nothing is known."""
+        slopes = self._slopes.get((size, rests)) or self._prior((size, rests))
+        return 0.0 if slopes is None else slopes.prompt
+
     def _ratio(self, size: int, depth: int) -> float | None:
         """How many times as long as without drafts a round takes that makes so many, and judges none: with so many
         requests, or with the nearest number of them that is known."""
@@ -159,11 +167,12 @@ class Times:
             if not self.knows(near, 0):
                 continue
             plain = self._kinds[near, True].depths[0]
+            alone = self._expected((near, True), plain, plain.rows, 0)
             below, above = (0, 1.0), None
             for other, moments in sorted(self._kinds.get((near, False), Kind()).depths.items()):
                 if other == 0:
                     continue
-                point = (other, self._expected((near, False), moments, plain.rows, 0) / plain.seconds)
+                point = (other, self._expected((near, False), moments, plain.rows, 0) / alone)
                 if other <= depth:
                     below = point
                 if other >= depth and above is None:
@@ -182,4 +191,5 @@ class Times:
         """What such rounds take for a row with another number of requests, or other rounds with the same."""
         size, rests = key
         near = [(abs(other - size), other) for other, kind in self._slopes if kind == rests and other != size]
+        near = [each for each in near if each[0] <= NEAR]
         return self._slopes[min(near)[1], rests] if near else self._slopes.get((size, not rests))
