@@ -74,7 +74,7 @@ class Engine:
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = _watchdog(config, drafter)
         settings = config.speculative
-        self._synthetic_length = settings.synthetic_acceptance_length if settings is not None else None
+        self._synthetic_choice = synthetic_choice(settings)
         self._graphs = Graphs(self.runner, self._round, config.max_num_seqs) if records(config) else None
         policy = depth_policy(settings, self.lookahead, shape.num_slots, self._graphs)
         self.drafting = Drafting(drafter, policy, self.runner)
@@ -175,8 +175,8 @@ class Engine:
         hidden = self.target(step.batch, self.drafting.taps)
         logits = self.target.logits(hidden.last[step.judged])
         choice = sample(logits, step.sampling, step.batch, step.judged, step.state, masks())
-        if self._synthetic_length is not None:
-            choice = synthetic_choice(choice, step, self._synthetic_length)
+        if self._synthetic_choice is not None:
+            choice = self._synthetic_choice(choice, step)
         verdict = judge(step, choice)
         draft = self.drafting.draft(step, hidden, verdict)
         return Result(write_outcome(step, verdict, draft), logits), hidden
@@ -316,6 +316,11 @@ class Engine:
             yield
         finally:
             self.drafting = before
+
+    def drain(self) -> None:
+        """Rounds under way whose requests have all left are forgotten."""
+        while self._flights:
+            self._flights.popleft().wait()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
