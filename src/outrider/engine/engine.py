@@ -175,7 +175,7 @@ class Engine:
         hidden = self.target(step.batch, self.drafting.taps)
         logits = self.target.logits(hidden.last[step.judged])
         choice = sample(logits, step.sampling, step.batch, step.judged, step.state, masks())
-        if self._synthetic_choice is not None:
+        if self._synthetic_choice is not None and not step.shape.rests:
             choice = self._synthetic_choice(choice, step)
         verdict = judge(step, choice)
         draft = self.drafting.draft(step, hidden, verdict)
@@ -191,7 +191,7 @@ class Engine:
         judged = []
         for work, outcome, begin in read:
             logits = flight.logits[begin : begin + 1 + outcome.num_judged] if flight.logits is not None else None
-            if work.is_round and work.request.draft and not work.request.draft_is_predicted:
+            if _has_draft(work) and not flight.shape.rests:
                 judged.append(judged_of(work.request, outcome))
             self._settle(work, outcome, logits)
         self._note(flight, sum(len(outcome.tokens) for _, outcome, _ in read), judged, end)
@@ -395,6 +395,11 @@ def depth_policy(
     if settings is None or not lookahead or settings.force or not settings.adaptive:
         return FixedDepth(lookahead)
     return Governor(lookahead, num_slots, graphs.row_sizes if graphs is not None else None)
+
+
+def _has_draft(work: Work) -> bool:
+    """Whether a draft of the drafter's waited for this round."""
+    return work.is_round and bool(work.request.draft) and not work.request.draft_is_predicted
 
 
 def records(config: EngineConfig) -> bool:
