@@ -59,6 +59,8 @@ class Governor:
         self._sizes: dict[int, Size] = {}
         self._latest: Size | None = None
         self._number = 0  # which size that is
+        self._num_rounds = 0
+        self._allotted: tuple[int, list[int], int] | None = None  # for which depth, to whom, and when, was it said last
         self._credit = 0.0  # seconds that trials may cost
         self._has_followed = False  # some running request could be drafted for
         self._num_prompt_rows = self._num_tokens = 0.0  # of the last rounds
@@ -73,8 +75,10 @@ class Governor:
         if size.trial is None and size.num_rounds and size.num_rounds % often == 0:
             self._review(number, size, requests)
         depth = size.depth if size.trial is None else size.trial
-        if depth:
+        allotted = (depth, [request.slot for request in requests], self._num_rounds // REVIEW)
+        if depth and allotted != self._allotted:
             self._allot(requests, depth, self._times.line(number, depth, len(requests)))
+        self._allotted = allotted
         return depth
 
     def _allot(self, requests: Sequence[Request], depth: int, line: Line | None) -> None:
@@ -84,8 +88,8 @@ class Governor:
                 request.most_judged = depth
             return
         survival = self._survival_of(requests)[:, :depth]
-        count = self._choose(survival, depth, line).num_drafts
-        best = np.argsort(-survival, axis=None, kind="stable")[:count]
+        order = np.argsort(-survival, axis=None, kind="stable")
+        best = order[: self._choose(survival.ravel()[order], len(requests), depth, line).num_drafts]
         for request, most in zip(requests, np.bincount(best // depth, minlength=len(requests)).tolist(), strict=True):
             request.most_judged = most
 
@@ -97,16 +101,15 @@ class Governor:
                 survival[number, limit:] = 0.0
         return survival
 
-    def _choose(self, survival: np.ndarray, depth: int, line: Line) -> Choice:
-        """How many rows of such drafts [B, depth] to judge. Each row's tokens are worth what they take elsewhere."""
-        num_requests = len(survival)
-        gains = np.zeros(1 + survival.size)
-        np.cumsum(-np.sort(-survival, axis=None), out=gains[1:])
+    def _choose(self, chances: np.ndarray, num_requests: int, depth: int, line: Line) -> Choice:
+        """How many rows to judge of drafts of such a depth, given the chances of all rows, the best first."""
+        gains = np.zeros(1 + len(chances))
+        np.cumsum(chances, out=gains[1:])
         if self._row_sizes is None:
             used = added = np.arange(len(gains))
         else:
             added = np.maximum(np.asarray(self._row_sizes(num_requests, depth)) - num_requests, 0)
-            used = np.minimum(added, int(np.count_nonzero(survival)))
+            used = np.minimum(added, int(np.count_nonzero(chances)))
         tokens = num_requests + self._survival.trust * gains[used]
         seconds = line.seconds + line.row * added
         each = seconds / tokens + line.prompt * self._prompt_share
@@ -158,6 +161,7 @@ class Governor:
         rows = (landed.num_rows, landed.num_other_rows)
         self._times.add(number, landed.depth, rows, landed.seconds, rests=landed.rests)
         size.num_rounds += 1
+        self._num_rounds += 1
         self._credit += PRICE * landed.seconds
         if size.trial is not None:
             self._note_trial(number, size, landed)
@@ -214,7 +218,7 @@ class Governor:
         # Nothing is known of what drafts take. Those that stand too seldom never pay, whatever they take.
         line = self._times.line(number, size.depth, len(survival))
         assert line is not None
-        hope = self._choose(survival[:, :other], other, line)
+        hope = self._choose(_best_first(survival[:, :other]), len(survival), other, line)
         return -math.inf if hope.token_seconds * MARGIN < now.token_seconds else TRIAL * now.seconds
 
     def _next(self, number: int, size: Size) -> int:
@@ -229,7 +233,7 @@ class Governor:
         for depth in self.depths:
             line = self._times.line(number, depth, len(survival))
             if line is not None:
-                found[depth] = self._choose(survival[:, :depth], depth, line)
+                found[depth] = self._choose(_best_first(survival[:, :depth]), len(survival), depth, line)
         return found
 
     def _pays(self, number: int, num_requests: int) -> bool:
@@ -246,6 +250,10 @@ class Governor:
         self._times.fade(number, depth)
         if depth > size.depth:
             self._survival.fade()
+
+
+def _best_first(survival: np.ndarray) -> np.ndarray:
+    return -np.sort(-survival, axis=None)
 
 
 def depths_up_to(lookahead: int) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ from outrider.engine.policy import Judged
 
 WINDOW = 32  # drafts of a request that its record looks back on
 BATCH_WINDOW = 256  # drafts that the average of all looks back on
-KEEP = 1 - 1 / 128  # of the tokens that were expected, from round to round
+CHECKED = 4  # rounds of which one is compared with what was expected
+KEEP = 1 - 1 / 32  # of the tokens that were expected, from one of them to the next
 TRUST = 16.0  # tokens at first that came as they were expected
 PRIOR = 6.0  # drafts of its own that the average counts as much as
 HOPE = 0.7  # what a position counts as that was never seen
@@ -29,7 +30,8 @@ class Survival:
         self._all_right = np.full(lookahead, HOPE)
         self._all_seen = np.ones(lookahead)
         self._column = np.arange(lookahead)
-        self._expected = self._accepted = TRUST  # tokens of the last rounds
+        self._expected = self._accepted = TRUST  # tokens of the last rounds that were checked
+        self._num_added = 0
 
     def begin(self, slot: int) -> None:
         """Another request has the slot."""
@@ -41,9 +43,11 @@ class Survival:
             return
         table = np.array([(each.slot, each.num_judged, each.num_right, each.num_seen) for each in judged])
         rows, stands, looked = table[:, 0], self._column < table[:, 2:3], self._column < table[:, 3:]
-        was_judged = self._column < table[:, 1:2]
-        self._expected = self._expected * KEEP + (self.of(rows) * was_judged).sum()
-        self._accepted = self._accepted * KEEP + (stands & was_judged).sum()
+        self._num_added += 1
+        if self._num_added % CHECKED == 0:
+            was_judged = self._column < table[:, 1:2]
+            self._expected = self._expected * KEEP + (self.of(rows) * was_judged).sum()
+            self._accepted = self._accepted * KEEP + (stands & was_judged).sum()
         for table, new in ((self._right, stands), (self._seen, looked)):
             table[rows] = np.where(looked, table[rows] * (1 - 1 / WINDOW) + new, table[rows])
         count = looked.sum(0)
