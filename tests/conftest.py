@@ -21,7 +21,7 @@ from outrider.kernels import dispatch
 torch.set_num_threads(1)  # tiny models; the suite runs on several processes
 # Drafters draft as much as they can, whatever it is worth: what is tested must not depend on how fast a machine is.
 depth_policy = engines.depth_policy
-engines.depth_policy = lambda settings, lookahead: FixedDepth(lookahead)
+engines.depth_policy = lambda settings, lookahead, *others: FixedDepth(lookahead)
 
 
 @pytest.fixture(scope="session")

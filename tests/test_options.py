@@ -28,7 +28,7 @@ from outrider.preflight import WithoutMemory, check_chat, check_drafter, check_i
 from outrider.server.command import LimitOptions
 
 RUNNERS = {"generate": "hi", "chat": "", "serve": "", "certify": "", "doctor": "", "bench latency": ""}
-RUNNERS |= {"bench traffic": "", "bench startup": ""}
+RUNNERS |= {"bench traffic": "", "bench depth": "", "bench startup": ""}
 SHARED = {
     *("--model", "--draft", "--no-draft", "--speculative-config", "--num-speculative-tokens", "--force"),
     *("--no-adaptive", "--dtype", "--device", "--max-model-len", "--threads", "--exact", "--enforce-eager"),

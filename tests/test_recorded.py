@@ -14,6 +14,7 @@ import tiny
 from samples import METHODS, Oracle, drafter_settings, guide, sample_target, suits
 
 from outrider import LLM, SamplingParams
+from outrider.certify.restless import Restless
 from outrider.llm import total_speculation
 
 pytestmark = pytest.mark.usefixtures("recording")
@@ -113,7 +114,8 @@ def test_requests_come_and_go(pages: int | None, target_path: Callable[..., Path
 @pytest.mark.parametrize(("method", "family"), PAIRS)
 def test_joins_at_random(method: str | None, family: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
     """Every drafter, and every kind of memory: requests join while others decode, in rounds that are planned before the
-    outcome of those under way is known, with prompts in small parts, and some leave early."""
+    outcome of those under way is known, with prompts in small parts, and some leave early. Drafts are of any depth, any
+    part of them is judged, and some requests are never drafted for."""
     chance = random.Random(f"{method} {family}")
     path = sample_target(method or "", tmp_path, target_path, family)
     with LLM(path, None, max_model_len=64, enforce_eager=True, device="cpu") as llm:
@@ -125,6 +127,7 @@ def test_joins_at_random(method: str | None, family: str, target_path: Callable[
     with LLM(path, settings, max_model_len=64, device="cpu", **options) as llm:
         if llm.drafter is not None:
             guide(llm.drafter, truth, llm.target.vocab_size)
+            llm.engine.drafting.policy = Restless(llm.engine.lookahead, chance.randrange(100))
         engine, expected, left = llm.engine, [], []
         for number in range(12):
             which, place = chance.randrange(len(VARIED)), chance.randrange(len(PROMPTS))

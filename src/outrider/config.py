@@ -38,6 +38,7 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = 1.0  # draft tokens for each token of the match
     suffix_decoding_min_token_prob: float = 0.1  # a draft ends where its tokens' probability falls below
     synthetic_acceptance_length: float | None = None  # for measuring rounds: accept so much, right or wrong
+    synthetic_acceptance_rates: tuple[float, ...] | None = None  # the same for each token, of one request after another
     parallel_drafting: bool = False  # all draft tokens in one pass, by a checkpoint that was trained for it
 
     @classmethod
@@ -55,7 +56,14 @@ class SpeculativeConfig:
             if not isinstance(values["taps"], list | tuple):
                 raise ValueError(f"speculative_config: taps must be a list of layer counts, not {values['taps']!r}")
             values = {**values, "taps": tuple(values["taps"])}
+        if isinstance(values.get("synthetic_acceptance_rates"), list):
+            values = {**values, "synthetic_acceptance_rates": tuple(values["synthetic_acceptance_rates"])}
         return cls(**values)
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether acceptance is made up."""
+        return self.synthetic_acceptance_length is not None or self.synthetic_acceptance_rates is not None
 
     def __post_init__(self) -> None:
         count = self.num_speculative_tokens
@@ -79,6 +87,12 @@ class SpeculativeConfig:
         length = self.synthetic_acceptance_length
         if length is not None and not (isinstance(length, int | float) and 1 <= length <= 65):
             raise ValueError(f"synthetic_acceptance_length must be a number from 1 to 65, not {length!r}")
+        rates = self.synthetic_acceptance_rates
+        if rates is not None:
+            if length is not None:
+                raise ValueError("synthetic_acceptance_length and synthetic_acceptance_rates both make up acceptance")
+            if not rates or not all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in rates):
+                raise ValueError(f"synthetic_acceptance_rates must be numbers from 0 to 1, not {rates!r}")
         for name in ("force", "adaptive"):
             if not isinstance(vars(self)[name], bool):
                 raise ValueError(f"{name} must be true or false, not {vars(self)[name]!r}")

@@ -105,7 +105,7 @@ class LLM:
     def _check_up(self, progress: Progress | None) -> Checkup | None:
         """Refuses a drafter that agrees with nothing the target says: it would only take time."""
         settings = self.config.speculative
-        if settings is None or settings.force or settings.synthetic_acceptance_length is not None:
+        if settings is None or settings.force or settings.is_synthetic:
             return None
         checkup = check_up(self.engine, partial(progress, CHECKING) if progress is not None else None)
         if checkup.is_dead:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.bench.depth_command import depth
 from outrider.bench.server_commands import overhead, serve, soak
 from outrider.bench.startup_command import startup
 from outrider.bench.traffic_command import traffic
@@ -252,6 +253,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "throughput": throughput,
     "round": bench_round,
     "traffic": traffic,
+    "depth": depth,
     "startup": startup,
     "serve": serve,
     "overhead": overhead,

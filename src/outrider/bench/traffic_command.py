@@ -83,9 +83,9 @@ class TrafficOptions:
         from outrider.bench.traffic import Level, TrafficPlan
 
         if self.rate is not None:
-            levels = [Level(None, rate) for rate in _numbers(self.rate, "--rate")]
+            levels = [Level(None, rate) for rate in numbers_of(self.rate, "--rate")]
         else:
-            levels = [Level(round(clients)) for clients in _numbers(self.concurrency, "--concurrency", whole=True)]
+            levels = [Level(round(clients)) for clients in numbers_of(self.concurrency, "--concurrency", whole=True)]
         return TrafficPlan(
             levels=levels,
             prompt_len=self.prompt_len or (SMALL_PROMPT_LEN if is_small else PROMPT_LEN),
@@ -98,13 +98,16 @@ class TrafficOptions:
         )
 
 
-def _numbers(text: str, name: str, *, whole: bool = False) -> list[float]:
+def numbers_of(text: str, name: str, *, whole: bool = False, least: float | None = None) -> list[float]:
+    """Numbers with commas between: above 0, or at least `least`."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or any(value <= 0 or (whole and value != int(value)) for value in found):
-        raise ValueError(f"{name} takes {'whole ' if whole else ''}numbers above 0 with commas between, not {text!r}")
+    low = found and (min(found) <= 0 if least is None else min(found) < least)
+    if not found or low or (whole and any(value != int(value) for value in found)):
+        bound = "above 0" if least is None else f"of at least {least:g}"
+        raise ValueError(f"{name} takes {'whole ' if whole else ''}numbers {bound} with commas between, not {text!r}")
     return found
 
 

@@ -1,4 +1,5 @@
-"""A policy that serves a proof: the drafter drafts little, much, or rests, by turns, as no text would make it."""
+"""A policy that serves a proof: the drafter drafts little, much, or rests, by turns, as no text would make it, and any
+part of a draft is judged."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Sequence
 
 from outrider.engine.cache import NUM_MISSABLE
 from outrider.engine.governor import depths_up_to
+from outrider.engine.policy import Landed
+from outrider.engine.request import Request
 
 LONGEST = 8  # rounds of the same depth
 
@@ -27,16 +30,18 @@ class Restless:
     def latest(self) -> int:
         return self._now
 
-    def pause(self, end: float) -> None: ...
+    def admit(self, slot: int) -> None: ...
 
     def wants(self, num_requests: int) -> bool:
         return self._chance.random() < self._followed
 
-    def depth(self, num_requests: int) -> int:
+    def depth(self, requests: Sequence[Request]) -> int:
+        for request in requests:
+            request.most_judged = self._chance.randint(0, self.depths[-1])
         return self._now
 
-    def note(self, accepted: Sequence[int], depth: int, begin: float, end: float) -> None:
-        assert begin < end
+    def note(self, landed: Landed) -> None:
+        assert landed.seconds > 0
         self._left -= 1
         if self._left <= 0:
             self._now = self._chance.choice([0, *self.depths])

@@ -30,7 +30,7 @@ class Drafting:
         return self.drafter is None or self.drafter.recordable
 
     @property
-    def _remembers(self) -> bool:
+    def remembers(self) -> bool:
         """Whether there is a drafter that must see all of a text."""
         return self.drafter is not None and not self.drafter.from_text
 
@@ -39,16 +39,16 @@ class Drafting:
         worth a try."""
         if self.drafter is None or not requests:
             return 0
-        most = self.drafter.lookahead
-        if not any(request.prediction is not None for request in requests):
-            most = self.policy.depth(len(requests))
+        most = self.policy.depth(requests)
+        if any(request.prediction is not None for request in requests):
+            most = self.drafter.lookahead
         wanted = [request.most_drafts() for request in requests]
         return max(most if want is None else min(want, most) for want in wanted)
 
     def follows(self, num_running: int) -> bool:
         """Whether the drafter will follow the text of one more request beside so many. If not, it is never drafted for:
         then even its prompt costs what it would cost without a drafter."""
-        return not self._remembers or self.policy.wants(1 + num_running)
+        return not self.remembers or self.policy.wants(1 + num_running)
 
     def rests(self, plan: Sequence[Work], depth: int) -> bool:
         """Whether the drafter has nothing to do in a round: nobody wants drafts, and what it misses can be kept, or it
@@ -59,12 +59,12 @@ class Drafting:
 
     def _can_be_missed(self, work: Work) -> bool:
         room = self._cache.shape.num_missable
-        return work.is_round and (not self._remembers or work.end - work.request.num_followed <= room)
+        return work.is_round and (not self.remembers or work.end - work.request.num_followed <= room)
 
     def plan_rest(self, plan: Sequence[Work]) -> None:
         """The drafter will not see this work."""
         for work in plan:
-            work.rests = self._remembers
+            work.rests = self.remembers
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """The drafter sees what it has missed of these requests, also in rounds that are under way."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,12 +23,13 @@ from outrider.engine.guidance import guidance_of
 from outrider.engine.logprobs import add_prompt_logprobs, logprob_table
 from outrider.engine.memory import Budget
 from outrider.engine.pages import PagePool
-from outrider.engine.policy import DepthPolicy, FixedDepth
+from outrider.engine.policy import DepthPolicy, FixedDepth, Judged, Landed, judged_of
 from outrider.engine.request import Progress, Request, Work
 from outrider.engine.round import EagerRound, Round, RoundParts
 from outrider.engine.runner import Runner, exact_shape
 from outrider.engine.scheduler import Limits, Plan, Scheduler
 from outrider.engine.snapshots import Snapshots
+from outrider.engine.verify import synthetic_choice
 from outrider.engine.watchdog import Watchdog
 from outrider.kernels.dispatch import has_triton
 from outrider.models.base import Target
@@ -49,6 +50,7 @@ class Engine:
         drafter: Drafter | None,
         budget: Budget,
         tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self.lookahead = drafter.lookahead if drafter is not None else 0
@@ -80,11 +82,13 @@ class Engine:
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = _watchdog(config, drafter)
         settings = config.speculative
-        drafting = Drafting(drafter, depth_policy(settings, self.lookahead), self.runner)
-        self._round = Round(target, drafting, settings.synthetic_acceptance_length if settings is not None else None)
+        drafting = Drafting(drafter, FixedDepth(self.lookahead), self.runner)
+        self._round = Round(target, drafting, synthetic_choice(settings))
         self._graphs = Graphs(self.runner, self._round, config.max_num_seqs) if records(config) else None
+        drafting.policy = depth_policy(settings, self.lookahead, shape.num_slots, self._graphs)
         self._max_flying = 1 if config.torch_device.type == "cpu" and self._graphs is None else MAX_FLYING
         self._flights: deque[Flight] = deque()
+        self._clock, self._landed_at = clock, 0.0
 
     # requests come and go
 
@@ -122,11 +126,12 @@ class Engine:
 
     def _launch_rounds(self) -> None:
         while len(self._flights) < self._max_flying and self._is_foreseeable:
+            begin = self._clock()
             depth = self.drafting.depth(self.scheduler.running or self.scheduler.next_in_line)
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
             if not plan.work:
                 break
-            self._flights.append(self._launch(plan, depth))
+            self._flights.append(self._launch(plan, depth, begin))
             self.scheduler.launched(plan.work)
 
     @property
@@ -137,10 +142,10 @@ class Engine:
             return False
         return not any(request.flying and request.prediction is not None for request in self.scheduler.running)
 
-    def _launch(self, plan: Plan, depth: int) -> Flight:
+    def _launch(self, plan: Plan, depth: int, begin: float) -> Flight:
         """Sends a round to the device: all of it, or, where a grammar waits for the outcome of a round under way, the
         target's pass, which needs no grammar."""
-        begin, work = time.perf_counter(), plan.work
+        work = plan.work
         self._place(plan)
         rests = self.drafting.rests(work, depth)
         if rests:
@@ -188,24 +193,42 @@ class Engine:
     def _land(self, flight: Flight) -> list[Progress]:
         """The outcome of a round reaches the requests that are still there."""
         self._finish(flight)
-        end = flight.wait()
+        flight.wait()
+        end = self._clock()
         read = [each for each in flight.read() if each[0].is_current]
         if flight.hidden is not None:
             add_prompt_logprobs(flight.read_rows(), flight.hidden, self.target, self.tokenizer)
-        accepted, brought = [], []
+        judged, brought = [], []
         for work, outcome, begin in read:
             logits = flight.logits[begin : begin + 1 + outcome.num_judged] if flight.logits is not None else None
+            if _has_draft(work) and not flight.shape.rests:
+                judged.append(judged_of(work.request, outcome))
             brought.append(self._settle(work, outcome, logits))
-            if work.request.is_followed or not flight.shape.depth:  # the others have no say in what drafts are worth
-                accepted.append(max(len(outcome.tokens) - 1, 0))
-        if all(work.is_round for work in flight.plan):
-            self.drafting.policy.note(accepted, flight.shape.depth, flight.launched, end)
-        else:
-            self.drafting.policy.pause(end)
+        self._note(flight, sum(len(outcome.tokens) for _, outcome, _ in read), judged, end)
         self._heal([work for work, _, _ in read])
         return brought
 
     # the parts of a step
+
+    def _note(self, flight: Flight, num_tokens: int, judged: list[Judged], end: float) -> None:
+        """Tells the policy of a round. It has kept everybody waiting since it began, or since the one before was over;
+        where none is under way, also while its outcome was read."""
+        end = end if self._flights else self._clock()
+        seconds, self._landed_at = end - max(flight.launched, self._landed_at), end
+        shape = flight.shape
+        decoding = sum(work.num_rows for work in flight.plan if work.is_round)
+        num_rows = shape.num_rows if all(work.is_round for work in flight.plan) else decoding
+        landed = Landed(
+            num_requests=len(flight.plan),
+            depth=shape.depth,
+            rests=shape.rests or not (shape.depth or self.drafting.remembers),
+            num_rows=num_rows,
+            num_other_rows=shape.num_rows - num_rows,
+            num_tokens=num_tokens,
+            seconds=seconds,
+            judged=judged,
+        )
+        self.drafting.policy.note(landed)
 
     def _place(self, plan: Plan) -> None:
         """Slots of new requests are filled, and page tables learn of new pages."""
@@ -215,6 +238,7 @@ class Engine:
             self.cache.admit(request.slot, request.tokens, reused, request.images, request.marks.restored)
             request.num_placed = len(reused)
             request.first_admitted = request.first_admitted or time.monotonic()
+            self.drafting.policy.admit(request.slot)
         if plan.admitted:
             self.runner.options.write(plan.admitted, self.cache.upload)
         places = []
@@ -301,6 +325,11 @@ class Engine:
         finally:
             self._round.drafting = before
 
+    def drain(self) -> None:
+        """Rounds under way whose requests have all left are forgotten."""
+        while self._flights:
+            self._flights.popleft().wait()
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """On a GPU: compiles kernels and records rounds, so that the first requests do not wait for it."""
@@ -374,11 +403,18 @@ def _waits_for_outcome(request: Request) -> bool:
     return request.guide is not None and any(work.emits for work in request.flying)
 
 
-def depth_policy(settings: SpeculativeConfig | None, lookahead: int) -> DepthPolicy:
+def depth_policy(
+    settings: SpeculativeConfig | None, lookahead: int, num_slots: int, graphs: Graphs | None
+) -> DepthPolicy:
     """Whoever forces a drafter wants to see all of its drafts."""
     if settings is None or not lookahead or settings.force or not settings.adaptive:
         return FixedDepth(lookahead)
-    return Governor(lookahead)
+    return Governor(lookahead, num_slots, graphs.row_sizes if graphs is not None else None)
+
+
+def _has_draft(work: Work) -> bool:
+    """Whether a draft of the drafter's waited for this round."""
+    return work.is_round and bool(work.request.draft) and not work.request.draft_is_predicted
 
 
 def records(config: EngineConfig) -> bool:

@@ -3,7 +3,6 @@ meanwhile."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ from outrider.types import Hidden, Outcome, RoundShape
 class Flight:
     plan: list[Work]
     shape: RoundShape
-    launched: float  # when, in seconds
+    launched: float  # when its planning began, in seconds
     parts: RoundParts | None  # None: all of it is on the device
     outcomes: Tensor | None = None  # [B, ...] on the host, good once `landed` has happened
     landed: torch.cuda.Event | None = None  # None: it has
@@ -32,11 +31,10 @@ class Flight:
         """Whether any of its requests is still there."""
         return any(work.is_current for work in self.plan)
 
-    def wait(self) -> float:
-        """Until it has landed; says when that was."""
+    def wait(self) -> None:
+        """Until it has landed."""
         if self.landed is not None:
             self.landed.synchronize()
-        return time.perf_counter()
 
     def read(self) -> list[tuple[Work, Outcome, int]]:
         """Once it has landed: of each request its work, what the round brought, and where its judged rows begin."""

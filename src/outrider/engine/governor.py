@@ -1,166 +1,259 @@
-"""How many tokens to draft, down to none. What rounds take is timed, what they bring is counted, and the depth with the
-most tokens a second is taken. No output depends on it: only how soon it comes."""
+"""Draft rows as a budget of the whole batch. What rounds take is timed, how many tokens of each request's drafts stand
+is counted, and those rows are taken that bring the most tokens a second, down to none. No output depends on it, only
+how soon it comes."""
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-# batches of about the same size, up to each of them, are timed together
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-WINDOW = 48  # rounds that averages look back on
-FIRST = 8  # rounds at a new size before another depth is tried
-TRIAL = 5  # rounds of a trial; the first ones may still pay for the change
+import numpy as np
+
+from outrider.engine.policy import Landed
+from outrider.engine.request import Request
+from outrider.engine.survival import Survival
+from outrider.engine.times import Line, Times, size_of
+
+FIRST = 4  # rounds at a new size before another depth is tried
+TRIAL = 4  # rounds of a trial; the first ones may still pay for the change
 STRAY = 0.25  # of a round of it: one that has another depth
 MARGIN = 1.03  # a depth must be so much better than the one that is in use
-REVIEW = 4  # rounds between decisions
+REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
 PRICE = 0.01  # share of the time that trials may cost of which nothing new is expected
-FADED = 4  # rounds that what is known counts as much as, when it is tried again
-SAMPLE = 16  # requests of which the drafter follows one while drafts do not pay
-OUTLIER = 2.0  # a round that takes so many times as long was disturbed
+TRAFFIC = 256  # rounds that the share of prompts looks back on
 
-
-@dataclass
-class Average:
-    """Of the last rounds."""
-
-    value: float = 0.0
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.value += (value - self.value) / min(self.count, WINDOW)
-
-    def fade(self) -> None:
-        """It may be out of date."""
-        self.count = min(self.count, FADED)
+RowSizes = Callable[[int, int], Sequence[int]]  # numbers of rows that rounds of so many requests and a depth can have
 
 
 @dataclass
 class Size:
-    """What is known of batches of about the same size."""
+    """What is decided for batches of about the same size."""
 
     depth: int  # in use
-    seconds: dict[int, Average] = field(default_factory=dict)  # a round takes, by depth
+    pays: bool = True  # drafts would, if all were drafted for
     trial: int | None = None  # the depth that is tried now
     num_left: float = 0.0  # rounds of the trial
     num_rounds: int = 0  # since the last trial
     num_trials: int = 0
+    token_seconds: float = 0.0  # what a token takes at the depth in use, when the trial began
+    next_loss: float = 0.0  # seconds that the next trial will cost, as far as is known
+    loss: float = 0.0  # that the trial has cost so far
+    losses: dict[int, float] = field(default_factory=dict)  # that the last trial of a depth has cost
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best that a depth has to offer."""
+
+    token_seconds: float  # what a token takes, its share of prompts included
+    num_drafts: int  # draft rows to judge
+    seconds: float  # of a round
 
 
 class Governor:
-    def __init__(self, lookahead: int) -> None:
+    def __init__(self, lookahead: int, num_slots: int, row_sizes: RowSizes | None = None) -> None:
         self.depths = depths_up_to(lookahead)
-        self._tokens = {depth: Average() for depth in self.depths}  # that a round brings a request, by depth
+        self._row_sizes = row_sizes
+        self._survival, self._times = Survival(num_slots, lookahead), Times()
         self._sizes: dict[int, Size] = {}
         self._latest: Size | None = None
-        self._num_unwanted = 0  # requests that came while drafts did not pay
-        self._before = (0, 0, 0.0)  # of the round before: requests, depth, when it ended
+        self._number = 0  # which size that is
+        self._num_rounds = 0
+        self._allotted: tuple[int, list[int], int] | None = None  # for which depth, to whom, and when, was it said last
+        self._credit = 0.0  # seconds that trials may cost
+        self._has_followed = False  # some running request could be drafted for
+        self._num_prompt_rows = self._num_tokens = 0.0  # of the last rounds
 
-    def depth(self, num_requests: int) -> int:
-        """How many tokens to draft for each of so many requests."""
-        size = self._size(num_requests)
-        return size.depth if size.trial is None else size.trial
+    # before a round
+
+    def depth(self, requests: Sequence[Request]) -> int:
+        size = self._size(len(requests))
+        number = size_of(len(requests))
+        self._has_followed = any(request.is_followed for request in requests)
+        often = REVIEW if size.depth or size.num_rounds < RARE_REVIEW else RARE_REVIEW
+        if size.trial is None and size.num_rounds and size.num_rounds % often == 0:
+            self._review(number, size, requests)
+        depth = size.depth if size.trial is None else size.trial
+        allotted = (depth, [request.slot for request in requests], self._num_rounds // REVIEW)
+        if depth and allotted != self._allotted:
+            self._allot(requests, depth, self._times.line(number, depth, len(requests)))
+        self._allotted = allotted
+        return depth
+
+    def _allot(self, requests: Sequence[Request], depth: int, line: Line | None) -> None:
+        """Says of how many tokens of each draft are judged: of all of them together those that are the most likely."""
+        if line is None:
+            for request in requests:
+                request.most_judged = depth
+            return
+        survival = self._survival_of(requests)[:, :depth]
+        order = np.argsort(-survival, axis=None, kind="stable")
+        best = order[: self._choose(survival.ravel()[order], len(requests), depth, line).num_drafts]
+        for request, most in zip(requests, np.bincount(best // depth, minlength=len(requests)).tolist(), strict=True):
+            request.most_judged = most
+
+    def _survival_of(self, requests: Sequence[Request]) -> np.ndarray:
+        survival = self._survival.of(np.array([request.slot for request in requests]))
+        for number, request in enumerate(requests):
+            limit = request.most_drafts()
+            if limit is not None:
+                survival[number, limit:] = 0.0
+        return survival
+
+    def _choose(self, chances: np.ndarray, num_requests: int, depth: int, line: Line) -> Choice:
+        """How many rows to judge of drafts of such a depth, given the chances of all rows, the best first."""
+        gains = np.zeros(1 + len(chances))
+        np.cumsum(chances, out=gains[1:])
+        if self._row_sizes is None:
+            used = added = np.arange(len(gains))
+        else:
+            added = np.maximum(np.asarray(self._row_sizes(num_requests, depth)) - num_requests, 0)
+            used = np.minimum(added, int(np.count_nonzero(chances)))
+        tokens = num_requests + self._survival.trust * gains[used]
+        seconds = line.seconds + line.row * added
+        each = seconds / tokens + line.prompt * self._prompt_share
+        best = int(each.argmin())
+        return Choice(float(each[best]), int(used[best]), float(seconds[best]))
+
+    @property
+    def _prompt_share(self) -> float:
+        """Rows of prompts for each token that comes out."""
+        return self._num_prompt_rows / max(self._num_tokens, 1.0)
 
     def wants(self, num_requests: int) -> bool:
-        """Where drafts have been found not to pay, only of one request in several is the text followed, so that it can
-        be found out should they pay again."""
-        size = self._size(num_requests)
-        if size.depth or any(depth not in size.seconds for depth in (self.depths[0], self.depths[-1])):
+        """Where drafts have been found not to pay, the drafter follows a text only when a trial can be afforded: so it
+        is found out should they pay again."""
+        # those who come at once will be together, and so will those who come where others have just left
+        size = self._sizes.get(max(size_of(num_requests), self._number)) or self._latest
+        if size is None:
             return True
-        self._num_unwanted += 1
-        return self._num_unwanted % SAMPLE == 0
+        wanted = size.depth > 0 or size.pays or (self._credit >= size.next_loss and not self._has_followed)
+        self._has_followed = self._has_followed or wanted
+        return wanted
+
+    def admit(self, slot: int) -> None:
+        self._survival.begin(slot)
 
     @property
     def latest(self) -> int:
         """The depth in use for batches as large as the last one."""
         return self._latest.depth if self._latest is not None else self.depths[-1]
 
-    def note(self, accepted: Sequence[int], depth: int, begin: float, end: float) -> None:
-        """A round is over: how many drafts of each request were accepted, how many new ones were made at most, and when
-        it began and ended, in seconds. Rounds may overlap."""
-        if not accepted:
-            return
-        before, self._before = self._before, (len(accepted), depth, end)
-        size = self._size(len(accepted))
-        if before[:2] == self._before[:2] and depth in self._tokens:  # else it has judged more drafts, or fewer
-            self._learn(size, depth, accepted, end - max(begin, before[2]))
-        if size.trial is None:
-            size.num_rounds += 1
-            if size.num_rounds % REVIEW == 0:
-                self._choose(size)
-                self._try(size)
-        else:
-            # Rounds under way have the depth of before; but requests may also want no more, whatever is tried.
-            size.num_left -= 1 if depth == size.trial else STRAY
-            if size.num_left <= 0:
-                size.trial, size.num_rounds = None, 0
-                self._choose(size)
-
-    def pause(self, end: float) -> None:
-        """A round of another kind is over: the next one has not begun before."""
-        self._before = (0, 0, end)
-
-    def _learn(self, size: Size, depth: int, accepted: Sequence[int], seconds: float) -> None:
-        for fewer in self.depths:
-            if fewer <= depth:  # with fewer drafts as many would have been accepted, as far as they reach
-                self._tokens[fewer].add(1 + sum(min(count, fewer) for count in accepted) / len(accepted))
-        average = size.seconds.setdefault(depth, Average())
-        if average.count > 2:
-            seconds = min(seconds, OUTLIER * average.value)
-        average.add(seconds)
-
     def _size(self, num_requests: int) -> Size:
-        number = bisect.bisect_left(SIZES, num_requests)
+        number = size_of(num_requests)
         size = self._sizes.get(number)
         if size is None:  # whatever was best for the batches before is a good start
-            size = self._sizes[number] = Size(self.latest)
-        self._latest = size
+            size = self._sizes[number] = Size(self.latest, self._latest is None or self._latest.pays)
+        self._latest, self._number = size, number
         return size
 
-    def _choose(self, size: Size) -> None:
-        """Of the depths that were timed."""
-        rates = {depth: self._tokens[depth].value / average.value for depth, average in size.seconds.items()}
-        if not rates:
-            return
-        best = max(rates, key=lambda depth: rates[depth])
-        if size.depth not in rates or rates[best] > MARGIN * rates[size.depth]:
-            size.depth = best
+    # after a round
 
-    def _seconds(self, size: Size) -> dict[int, float]:
-        """What a round takes, by depth. Between none and all, where it was never timed, it is taken to grow evenly."""
-        first, last = (size.seconds[depth].value for depth in (self.depths[0], self.depths[-1]))
-        guess = {depth: first + (last - first) * depth / self.depths[-1] for depth in self.depths}
-        return guess | {depth: average.value for depth, average in size.seconds.items()}
+    def note(self, landed: Landed) -> None:
+        if landed.seconds <= 0:
+            return
+        self._survival.add(landed.judged)
+        keep = 1 - 1 / TRAFFIC
+        self._num_prompt_rows = self._num_prompt_rows * keep + landed.num_other_rows
+        self._num_tokens = self._num_tokens * keep + landed.num_tokens
+        number, size = size_of(landed.num_requests), self._size(landed.num_requests)
+        rows = (landed.num_rows, landed.num_other_rows)
+        self._times.add(number, landed.depth, rows, landed.seconds, rests=landed.rests)
+        size.num_rounds += 1
+        self._num_rounds += 1
+        self._credit += PRICE * landed.seconds
+        if size.trial is not None:
+            self._note_trial(number, size, landed)
+        elif landed.depth == size.depth == 0 and not landed.rests:  # the drafter follows a text for the sake of a trial
+            follow, rest = (self._times.prompt_seconds(number, rests=rests) for rests in (False, True))
+            self._credit -= max(follow - rest, 0.0) * landed.num_other_rows
 
-    def _try(self, size: Size) -> None:
-        """Begins a trial, if one is due."""
-        if size.num_rounds < FIRST or size.depth not in size.seconds:
+    def _note_trial(self, number: int, size: Size, landed: Landed) -> None:
+        assert size.trial is not None
+        prompts = self._times.prompt_seconds(number, rests=landed.rests)
+        bought = landed.num_tokens * (size.token_seconds - prompts * self._prompt_share)
+        size.loss += landed.seconds - prompts * landed.num_other_rows - bought
+        # Rounds under way have the depth of before; but requests may also want no more, whatever is tried.
+        size.num_left -= 1 if landed.depth == size.trial else STRAY
+        if size.num_left <= 0:
+            self._credit -= size.loss
+            size.losses[size.trial] = max(size.loss, 0.0)
+            size.trial, size.num_rounds = None, 0
+
+    # decisions
+
+    def _review(self, number: int, size: Size, requests: Sequence[Request]) -> None:
+        """Takes the depth that looks best, or begins a trial where one is due."""
+        survival = self._survival_of(requests)
+        found = self._offers(number, survival)
+        size.pays = self._pays(number, len(requests))
+        if size.depth not in found:
             return
-        ends = [depth for depth in (self.depths[0], self.depths[-1]) if depth not in size.seconds]
-        if ends:
-            self._begin(size, ends[0])
+        now = found[size.depth]
+        best = min(found, key=lambda depth: found[depth].token_seconds)
+        if found[best].token_seconds * MARGIN >= now.token_seconds and 0 in found:
+            best = 0  # drafts that bring nothing are not made
+        if found[best].token_seconds * (MARGIN if best else 1.0) < now.token_seconds:
+            if self._times.knows(number, best):
+                size.depth = best
+            elif size.num_rounds >= FIRST:
+                self._begin(number, size, best, now)
             return
-        seconds = self._seconds(size)
-        rates = {depth: self._tokens[depth].value / seconds[depth] for depth in self.depths}
-        best = max(rates, key=lambda depth: rates[depth])
-        if rates[best] > MARGIN * rates[size.depth]:  # it looks better, and was never timed
-            self._begin(size, best)
-            return
+        other = self._next(number, size)
+        size.next_loss = self._loss(number, size, other, found, survival)
+        if size.num_rounds >= FIRST and self._credit >= size.next_loss and (self._has_followed or not other):
+            self._credit = min(self._credit, max(size.next_loss, 0.0))
+            self._begin(number, size, other, now)
+
+    def _loss(self, number: int, size: Size, other: int, found: dict[int, Choice], survival: np.ndarray) -> float:
+        """Seconds that a trial of another depth will cost."""
+        now = found[size.depth]
+        if other in found:
+            tried = found[other]
+            loss = TRIAL * tried.seconds * max(1 - now.token_seconds / tried.token_seconds, 0.0)
+            return max(loss, size.losses.get(other, 0.0))
+        if other == 0:  # nothing is known of plain rounds
+            return -math.inf
+        # Nothing is known of what drafts take. Those that stand too seldom never pay, whatever they take.
+        line = self._times.line(number, size.depth, len(survival))
+        assert line is not None
+        hope = self._choose(_best_first(survival[:, :other]), len(survival), other, line)
+        return -math.inf if hope.token_seconds * MARGIN < now.token_seconds else TRIAL * now.seconds
+
+    def _next(self, number: int, size: Size) -> int:
+        """The depth to try: none, and as many as there can be, come first."""
         others = [depth for depth in reversed(self.depths) if depth != size.depth]
-        other = others[size.num_trials % len(others)]
-        loss = TRIAL * seconds[other] * max(1 - rates[other] / rates[size.depth], 0.0)
-        if loss <= PRICE * size.num_rounds * seconds[size.depth]:  # what is known may be out of date
-            self._begin(size, other)
+        ends = [depth for depth in (0, self.depths[-1]) if depth in others and not self._times.knows(number, depth)]
+        return ends[0] if ends else others[size.num_trials % len(others)]
 
-    def _begin(self, size: Size, depth: int) -> None:
-        size.trial, size.num_left = depth, TRIAL
+    def _offers(self, number: int, survival: np.ndarray) -> dict[int, Choice]:
+        """What each depth has to offer, as far as is known what it takes."""
+        found = {}
+        for depth in self.depths:
+            line = self._times.line(number, depth, len(survival))
+            if line is not None:
+                found[depth] = self._choose(_best_first(survival[:, :depth]), len(survival), depth, line)
+        return found
+
+    def _pays(self, number: int, num_requests: int) -> bool:
+        """Whether drafts would pay if all requests were drafted for, and were like the average."""
+        found = self._offers(number, np.tile(self._survival.average, (num_requests, 1)))
+        if 0 not in found or len(found) < 2:
+            return True
+        return min(each.token_seconds for each in found.values()) * MARGIN < found[0].token_seconds
+
+    def _begin(self, number: int, size: Size, depth: int, now: Choice) -> None:
+        size.trial, size.num_left, size.loss = depth, TRIAL, 0.0
         size.num_trials += 1
-        size.seconds.get(depth, Average()).fade()
-        for deeper in self.depths:
-            if deeper > size.depth:
-                self._tokens[deeper].fade()
+        size.token_seconds = now.token_seconds
+        self._times.fade(number, depth)
+        if depth > size.depth:
+            self._survival.fade()
+
+
+def _best_first(survival: np.ndarray) -> np.ndarray:
+    return -np.sort(-survival, axis=None)
 
 
 def depths_up_to(lookahead: int) -> tuple[int, ...]:

@@ -27,6 +27,8 @@ NUM_SEATS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40, 44, 48, 5
 # read 53,000 tokens a second at 1,024 and at 2,048 rows, 49,000 at 8,192: there is nothing to be had from more.
 NUM_ROWS = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 FEW_SEATS = (8, 16, 32, 64, 128, 256, 512)
+# where requests are many, a round need not have room for everybody's whole draft: some, most, all
+MANY_SEATS, NUM_PARTS, MULTIPLE = 16, 3, 8
 
 
 PLAIN = Flags(filtered=False, adjusted=False)
@@ -87,11 +89,12 @@ class Graphs:
         itself, only as much is judged."""
         decoding = all(work.is_round for work in plan)
         num_seats = self._at_least(len(plan), NUM_SEATS if decoding else FEW_SEATS)
+        drafts = sum(min(work.allowed, shape.depth) for work in plan)
+        wanted = max(sum(work.pending for work in plan) + drafts, 1)
         judged = num_seats * (1 + shape.depth)
-        rows = judged
-        if not decoding:
-            drafts = sum(min(work.allowed, shape.depth) for work in plan)
-            wanted = max(sum(work.pending for work in plan) + drafts, 1)
+        if decoding:
+            rows = judged = next(size for size in rows_between(num_seats, shape.depth) if size >= wanted)
+        else:
             larger = [size for size in NUM_ROWS if size >= wanted]
             if not larger:
                 return None
@@ -109,6 +112,10 @@ class Graphs:
 
     def _at_least(self, count: int, sizes: Sequence[int]) -> int:
         return next(size for size in self._sizes(sizes) if size >= count)
+
+    def row_sizes(self, num_requests: int, depth: int) -> list[int]:
+        """Numbers of rows that rounds are recorded for in which so many requests decode."""
+        return rows_between(self._at_least(num_requests, NUM_SEATS), depth)
 
     def round(self, plan: Sequence[Work], shape: RoundShape) -> RecordedRound:
         """Such a round, to be done part by part. What was never recorded is recorded now, before it begins: that
@@ -167,9 +174,11 @@ class Graphs:
         shapes = []
         for depth in depths:
             for seats in self._sizes(NUM_SEATS):
-                rows = seats * (1 + depth)
                 rests = may_rest and depth == 0
-                shapes.append(RoundShape(seats, rows, rows, depth, depth, 1 + depth, max_len, rests))
+                shapes += [
+                    RoundShape(seats, rows, rows, depth, depth, 1 + depth, max_len, rests)
+                    for rows in rows_between(seats, depth)
+                ]
             for seats in self._sizes(FEW_SEATS) if depth in (min(depths), max(depths)) else ():
                 sizes = [size for size in NUM_ROWS if size <= max_rows and size >= seats]
                 judged = seats * (1 + depth)
@@ -275,3 +284,11 @@ class RecordedRound:
         outcomes = self._graphs.replay(self._keys[0].draft).outcomes
         assert outcomes is not None
         return outcomes
+
+
+def rows_between(num_seats: int, depth: int) -> list[int]:
+    """Numbers of rows of rounds in which requests decode with drafts of such a depth: with room for all drafts, and, if
+    requests are many, for parts of them."""
+    parts = min(NUM_PARTS, 1 + depth) if num_seats >= MANY_SEATS and depth else 1
+    rows = [num_seats + -(-num_seats * depth * part // parts) for part in range(1, parts)]
+    return [*(-(-size // MULTIPLE) * MULTIPLE for size in rows), num_seats * (1 + depth)]

@@ -1,13 +1,54 @@
-"""How many tokens are drafted: what a policy must answer, and the simplest one. No output depends on it."""
+"""How many tokens are drafted, and judged of whom: what a policy must answer, and the simplest one. No output depends
+on it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from outrider.engine.request import Request
+from outrider.types import Outcome
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of a request's draft. Tokens that were not judged count where the text has shown what they were."""
+
+    slot: int
+    num_judged: int
+    num_right: int  # its first tokens that stand
+    num_seen: int  # its first tokens of which it is known; one more than stand at most
+
+
+def judged_of(request: Request, outcome: Outcome) -> Judged:
+    """What a round has shown of the draft that waited for it. Where all that was judged stands, the token that follows
+    says whether the next one would have stood."""
+    right = seen = max(len(outcome.tokens) - 1, 0)
+    if right < outcome.num_judged:
+        seen += 1
+    elif outcome.tokens and right < len(request.draft):
+        seen += 1
+        right += request.draft[right] == outcome.tokens[right]
+    return Judged(request.slot, outcome.num_judged, right, seen)
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A round that is over."""
+
+    num_requests: int
+    depth: int  # tokens that were drafted in it
+    rests: bool  # the drafter had nothing to do
+    num_rows: int  # of requests that decode
+    num_other_rows: int  # of prompts, and those that fill up a recording
+    num_tokens: int  # that it brought
+    seconds: float  # that it kept everybody waiting
+    judged: list[Judged] = field(default_factory=list)
 
 
 class DepthPolicy(Protocol):
-    """Asked before every round, told after every round in which all requests decode."""
+    """Asked before every round, told after it."""
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -19,8 +60,9 @@ class DepthPolicy(Protocol):
         """What it has said last, trials aside."""
         ...
 
-    def depth(self, num_requests: int) -> int:
-        """How many tokens to draft for each of so many requests."""
+    def depth(self, requests: Sequence[Request]) -> int:
+        """How many tokens to draft in the next round. How many of those that wait are judged in it, at most, is written
+        to each request (`most_judged`)."""
         ...
 
     def wants(self, num_requests: int) -> bool:
@@ -28,13 +70,12 @@ class DepthPolicy(Protocol):
         follow its text."""
         ...
 
-    def note(self, accepted: Sequence[int], depth: int, begin: float, end: float) -> None:
-        """A round is over: how many drafts of each request were accepted, how many new ones were made at most, and when
-        it began and ended, in seconds. Rounds may overlap."""
+    def admit(self, slot: int) -> None:
+        """Another request has this slot."""
         ...
 
-    def pause(self, end: float) -> None:
-        """A round of another kind is over: the next one has not begun before."""
+    def note(self, landed: Landed) -> None:
+        """A round is over."""
         ...
 
 
@@ -48,12 +89,14 @@ class FixedDepth:
     def depths(self) -> tuple[int, ...]:
         return tuple(sorted({0, self.latest}))  # none where a request wants none
 
-    def depth(self, num_requests: int) -> int:
+    def depth(self, requests: Sequence[Request]) -> int:
+        for request in requests:
+            request.most_judged = None
         return self.latest
 
     def wants(self, num_requests: int) -> bool:
         return True
 
-    def note(self, accepted: Sequence[int], depth: int, begin: float, end: float) -> None: ...
+    def admit(self, slot: int) -> None: ...
 
-    def pause(self, end: float) -> None: ...
+    def note(self, landed: Landed) -> None: ...

@@ -83,6 +83,7 @@ class Request:
     draft_is_predicted: bool = False  # it is from the prediction
     draft_is_forced: bool = False  # the grammar says what comes next
     num_refused: int = 0  # the last of its tokens, which are not judged: the grammar forbids them
+    most_judged: int | None = None  # tokens of a draft that are worth judging in the next round; None: all
     flying: list[Work] = field(default_factory=list)  # its work in rounds under way, the oldest first
     num_admissions: int = 0
     first_admitted: float | None = None  # when, by time.monotonic()

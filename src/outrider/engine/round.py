@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.engine.drafting import Drafting
 from outrider.engine.sampler import sample
 from outrider.engine.upload import upload
-from outrider.engine.verify import synthetic_choice
+from outrider.engine.verify import SyntheticChoice
 from outrider.kernels.round import judge, write_outcome
 from outrider.models.base import Target
 from outrider.types import Guidance, Hidden, Step, Verdict
@@ -27,8 +27,8 @@ class Pass:
 
 
 class Round:
-    def __init__(self, target: Target, drafting: Drafting, synthetic_length: float | None) -> None:
-        self.target, self.drafting, self._synthetic_length = target, drafting, synthetic_length
+    def __init__(self, target: Target, drafting: Drafting, synthetic_choice: SyntheticChoice | None) -> None:
+        self.target, self.drafting, self._synthetic_choice = target, drafting, synthetic_choice
 
     def forward(self, step: Step, out: Pass | None = None) -> Pass:
         """`out`: where to put what it computes, as far as the other parts need it."""
@@ -42,8 +42,8 @@ class Round:
         """The target's own tokens, and how much of the drafts they agree with; committed. Writes over the logits where
         a grammar forbids something. `out`: where to put the verdict."""
         choice = sample(logits, step)
-        if self._synthetic_length is not None:
-            choice = synthetic_choice(choice, step, self._synthetic_length)
+        if self._synthetic_choice is not None and step.shape.max_drafts:
+            choice = self._synthetic_choice(choice, step)
         return judge(step, choice, out)
 
     def draft(self, step: Step, hidden: Hidden, verdict: Verdict) -> Tensor:

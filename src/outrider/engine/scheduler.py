@@ -154,6 +154,8 @@ class Scheduler:
             waiting = request.num_drafts if pending == 1 and not flying else 0
         wish = request.most_drafts(predicted=request.draft_is_predicted)
         waiting = waiting if wish is None else min(waiting, wish)
+        if request.most_judged is not None and not request.draft_is_predicted:
+            waiting = min(waiting, request.most_judged)
         num_drafts = min(waiting, remaining - 1, max(self.limits.lookahead, budget // num_left - 1))
         num_rows = request.whole(start, min(pending + max(num_drafts, 0), budget))
         return _rows_of(request, start, num_rows, pending, depth)

@@ -1,0 +1,78 @@
+"""How likely each token of a draft is to be accepted: counted for every request, position by position, and begun from
+what is true of all requests together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from outrider.engine.policy import Judged
+
+WINDOW = 32  # drafts of a request that its record looks back on
+BATCH_WINDOW = 256  # drafts that the average of all looks back on
+CHECKED = 4  # rounds of which one is compared with what was expected
+KEEP = 1 - 1 / 32  # of the tokens that were expected, from one of them to the next
+TRUST = 16.0  # tokens at first that came as they were expected
+PRIOR = 6.0  # drafts of its own that the average counts as much as
+HOPE = 0.7  # what a position counts as that was never seen
+FADED = 4.0  # drafts that what is known counts as much as, when it may be out of date
+
+
+class Survival:
+    """Tables by slot: how often a token of a draft was looked at, all before it being right, and how often it was right
+    too."""
+
+    def __init__(self, num_slots: int, lookahead: int) -> None:
+        self.lookahead = lookahead
+        self._right = np.zeros((num_slots, lookahead))
+        self._seen = np.zeros((num_slots, lookahead))
+        self._all_right = np.full(lookahead, HOPE)
+        self._all_seen = np.ones(lookahead)
+        self._column = np.arange(lookahead)
+        self._expected = self._accepted = TRUST  # tokens of the last rounds that were checked
+        self._num_added = 0
+
+    def begin(self, slot: int) -> None:
+        """Another request has the slot."""
+        self._right[slot] = self._seen[slot] = 0.0
+
+    def add(self, judged: Sequence[Judged]) -> None:
+        """What became of drafts."""
+        if not judged:
+            return
+        table = np.array([(each.slot, each.num_judged, each.num_right, each.num_seen) for each in judged])
+        rows, stands, looked = table[:, 0], self._column < table[:, 2:3], self._column < table[:, 3:]
+        self._num_added += 1
+        if self._num_added % CHECKED == 0:
+            was_judged = self._column < table[:, 1:2]
+            self._expected = self._expected * KEEP + (self.of(rows) * was_judged).sum()
+            self._accepted = self._accepted * KEEP + (stands & was_judged).sum()
+        for table, new in ((self._right, stands), (self._seen, looked)):
+            table[rows] = np.where(looked, table[rows] * (1 - 1 / WINDOW) + new, table[rows])
+        count = looked.sum(0)
+        keep = (1 - 1 / BATCH_WINDOW) ** count
+        self._all_right = self._all_right * keep + stands.sum(0)
+        self._all_seen = self._all_seen * keep + count
+
+    @property
+    def average(self) -> np.ndarray:
+        """Of all requests: the share of drafts whose first tokens up to each one stand, [K]."""
+        return (self._all_right / self._all_seen).cumprod()
+
+    @property
+    def trust(self) -> float:
+        """How many of the tokens that were expected have come: whoever picks the best of many is a little deceived."""
+        return min(max(self._accepted / self._expected, 0.5), 1.2)
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """The chance that each token of a draft is accepted, by slot, [B, K]; it falls from token to token."""
+        share = self._all_right / self._all_seen
+        return ((self._right[rows] + PRIOR * share) / (self._seen[rows] + PRIOR)).cumprod(axis=1)
+
+    def fade(self) -> None:
+        """What is known may be out of date: what comes next counts more."""
+        scale = np.minimum(1.0, FADED / np.maximum(self._all_seen, 1e-9))
+        self._all_right, self._all_seen = self._all_right * scale, self._all_seen * scale
+        scale_own = np.minimum(1.0, FADED / np.maximum(self._seen, 1e-9))
+        self._right, self._seen = self._right * scale_own, self._seen * scale_own
