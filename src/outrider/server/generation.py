@@ -66,7 +66,11 @@ class Service:
         seconds = min(body.timeout or self.engine.limits.deadline, self.engine.limits.deadline)
         asked = await self.prepare(make)
         job = self.engine.submit(asked, begin + seconds, begin, streams=body.stream)
-        await job.accepted()
+        try:
+            await job.accepted()
+        except BaseException:  # perhaps the engine has said nothing at all
+            self.engine.abort(job)
+            raise
         return job
 
     def _asked(self, prompt: Prompt, params: SamplingParams, name: str) -> Asked:
