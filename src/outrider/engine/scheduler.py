@@ -113,8 +113,7 @@ class Scheduler:
             budget -= work_or_none.num_rows
         plan = [work for work in plan if work.request.status is Status.RUNNING]
         assert plan or flying or not self.has_work or self.waiting, "running requests that cannot run"
-        wanted = [each for work in plan for each in self.snapshots.plan(work)] if self.snapshots is not None else []
-        return Plan(plan, admitted, wanted)
+        return Plan(plan, admitted, self.snapshots.plan(plan) if self.snapshots is not None else [])
 
     def launched(self, plan: Sequence[Work]) -> None:
         """A round with this work is under way."""
