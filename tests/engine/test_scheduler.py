@@ -61,6 +61,7 @@ class Device:
     budget=st.integers(5, 40),
     caching=st.booleans(),
     max_flying=st.integers(1, 3),
+    num_prompt_rows=st.integers(1, 20),
     data=st.data(),
 )
 def test_everyone_finishes(
@@ -70,9 +71,12 @@ def test_everyone_finishes(
     budget: int,
     caching: bool,
     max_flying: int,
+    num_prompt_rows: int,
     data: st.DataObject,
 ) -> None:
-    limits = Limits(4, max(budget, 4 * (1 + lookahead)), 48, 4, lookahead, caching)
+    limits = Limits(
+        4, max(budget, 4 * (1 + lookahead)), 48, 4, lookahead, caching, num_prompt_rows, round_sizes=(4, 8, 16)
+    )
     scheduler, device = Scheduler(limits, PagePool(num_pages)), Device(data)
     requests = [make_request(number, *size) for number, size in enumerate(sizes)]
     for request in requests:
@@ -110,6 +114,30 @@ def test_everyone_finishes(
     assert first_admitted is requests[0], "first come, first served"
     assert scheduler.pool.num_free == scheduler.pool.capacity
     assert not scheduler.running
+
+
+def test_prompts_beside_decoding_are_read_in_parts() -> None:
+    """Alone a burst is read as fast as it can be; once somebody decodes, rounds are filled up to the largest size that
+    leaves about so many rows to prompts."""
+    limits = Limits(9, 100, 48, 4, 0, prefix_caching=False, num_prompt_rows=24, round_sizes=(8, 16, 32))
+    scheduler = Scheduler(limits, PagePool(200))
+    first = make_request(0, 40, 4)
+    scheduler.add(first)
+    assert [work.num_rows for work in run_round(scheduler)] == [40]
+    for number in range(1, 9):
+        scheduler.add(make_request(number, 20, 4))
+    assert [work.num_rows for work in run_round(scheduler)] == [1, 15]
+    assert [work.num_rows for work in run_round(scheduler)] == [1, 5, 10]
+
+
+def run_round(scheduler: Scheduler) -> list[Work]:
+    """Plans a round in which everybody who emits gets one token."""
+    plan = scheduler.next(0)
+    for work in plan.work:
+        if work.emits:
+            work.request.append(1, scheduler.limits.max_model_len)
+        scheduler.update(work, work.num_rows, 0)
+    return plan.work
 
 
 def test_abort_frees_everything() -> None:

@@ -11,12 +11,13 @@ import torch
 CUDA = torch.cuda.is_available()
 pytest.importorskip("triton")
 
-from outrider.kernels import activation, attention, linear, norm, rope, sampling  # noqa: E402
+from outrider.kernels import activation, attention, linear, norm, penalties, rope, sampling  # noqa: E402
 from outrider.kernels.gpu import activation as gpu_activation  # noqa: E402
 from outrider.kernels.gpu import attention as gpu_attention  # noqa: E402
 from outrider.kernels.gpu import filter as gpu_filter  # noqa: E402
 from outrider.kernels.gpu import linear as gpu_linear  # noqa: E402
 from outrider.kernels.gpu import norm as gpu_norm  # noqa: E402
+from outrider.kernels.gpu import penalties as gpu_penalties  # noqa: E402
 from outrider.kernels.gpu import rope as gpu_rope  # noqa: E402
 from outrider.kernels.gpu import sampling as gpu_sampling  # noqa: E402
 from outrider.kernels.norm import rms_norm_reference  # noqa: E402
@@ -283,3 +284,25 @@ def test_filter(width: int, dtype: torch.dtype, coarse: bool) -> None:
         logits, options[0], seeds, request, seeds, None, greedy=False, least=1e-5, cut=(cut, last)
     )
     assert found.gather(1, token[:, None]).all()
+
+
+def test_penalties() -> None:
+    """Tokens that the prompt holds, the answer, or both; texts longer than what one program walks through; rows of the
+    same text that end in different places; a slot without any penalty."""
+    size, slots = 300, torch.tensor([0, 0, 1, 2, 3, 1], device=DEVICE)
+    last = torch.tensor([5, 1400, 900, 1023, 700, 3], device=DEVICE)
+    texts = torch.randint(size, (4, 1500), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    options = SimpleNamespace(
+        prompt_len=torch.tensor([4, 600, 1, 50], device=DEVICE),
+        repetition=torch.tensor([1.3, 1.0, 0.7, 1.0], device=DEVICE),
+        presence=torch.tensor([0.0, 0.4, -0.2, 0.0], device=DEVICE),
+        frequency=torch.tensor([0.1, 0.0, 0.3, 0.0], device=DEVICE),
+    )
+    found = random(len(slots), size)
+    wanted, before = found.clone(), found.clone()
+    gpu_penalties.penalise(found, options, slots, last, texts, 1450)  # type: ignore[arg-type]
+    with torch.inference_mode(mode=False), torch.enable_grad():  # where the reference is taken
+        penalties.penalise(wanted, options, slots, last, texts, 1450)  # type: ignore[arg-type]
+    check(found, wanted, torch.float32, factor=0.1)
+    changed = (found != before).any(1).tolist()
+    assert changed == [True, True, True, True, False, False]  # no penalty; only the prompt, which presence leaves out

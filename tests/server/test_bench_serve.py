@@ -74,6 +74,13 @@ def test_counters_and_answers_agree(running: Running) -> None:
         assert sum(gap for gap, _ in answer.token_gaps) == pytest.approx(sum(answer.chunk_gaps))
 
 
+def test_what_is_asked_for() -> None:
+    prompt = PromptText("Hello")
+    assert Asking("m", False, 8, 0.0, 3).body(prompt, 2)["seed"] == 5
+    body = Asking("m", False, 8, 0.8, 3, top_p=0.9, sends_seed=False).body(prompt, 2)
+    assert (body["temperature"], body["top_p"], "seed" in body) == (0.8, 0.9, False)
+
+
 async def _measured(url: str, asking: Asking, prompts: list[PromptText]) -> Outcome:
     from outrider.bench.serve import Server, measure
 

@@ -1,13 +1,11 @@
 """A short soak of the real server, and that a soak which went wrong is told."""
 
 import dataclasses
-import time
 from typing import Any
 
 import pytest
 
 from outrider.bench.overhead import OFFLINE, STREAMED, WHOLE, Task, run_in_turn, to_dict
-from outrider.bench.raw_client import RawAnswer
 from outrider.bench.server_process import server_process
 from outrider.bench.soak import GAUGES, NUM_CHATS, Reading, Soak, figures_in, judge, run_soak
 from outrider.bench.soak_clients import QUESTIONS, Crowd, Replay, Tally
@@ -76,21 +74,6 @@ def test_figures_are_sums_over_labels() -> None:
 
 
 # overhead
-
-
-def test_bytes_of_an_answer() -> None:
-    """Cut anywhere, and in chunks of any size."""
-    events = b'data: {"choices": [], "n": 1}\n\ndata: {"choices": [], "n": 2}\n\ndata: [DONE]\n\n'
-    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    body = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (events[:20], events[20:50], events[50:]))
-    sent = head + body + b"0\r\n\r\n"
-    for size in (1, 7, 1000):
-        received = [sent[begin : begin + size] for begin in range(0, len(sent), size)]
-        answer = RawAnswer(0, time.perf_counter(), received=received)
-        assert [chunk["n"] for chunk in answer.chunks] == [1, 2]
-        assert answer.status == 200
-    whole = RawAnswer(0, 0.0, received=[b"HTTP/1.1 503 No\r\nContent-Length: 2\r\n\r\n{}"])
-    assert (whole.status, whole.chunks) == (503, [{}])
 
 
 @pytest.mark.slow

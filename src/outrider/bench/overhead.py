@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.bench.interleave import Progress, Spread
-from outrider.bench.raw_client import RawAnswer, ask_all
 from outrider.bench.server_process import ServerProcess, server_process
+from outrider.bench.streaming import Streamed, post_all
 from outrider.console import checkpoint_name
 from outrider.llm import LLM
 from outrider.options import EngineOptions
@@ -109,14 +109,14 @@ def served(server: ServerProcess, task: Task, *, stream: bool) -> Pass:
         options |= {"stream": True, "stream_options": {"include_usage": True}}
     bodies = [{"messages": messages, **options} for messages in task.messages()]
     cpu, client, begin = server.cpu_seconds, time.process_time(), time.perf_counter()
-    answers = ask_all((server.host, server.port), "/v1/chat/completions", bodies, task.concurrency)
+    answers = post_all(server.url, "/v1/chat/completions", bodies, task.concurrency)
     seconds = time.perf_counter() - begin
     client, cpu = time.process_time() - client, server.cpu_seconds - cpu
     read = [_read(answer) for answer in answers]
     return Pass(seconds, [text for text, _ in read], sum(count for _, count in read), cpu, client)
 
 
-def _read(answer: RawAnswer) -> tuple[str, int]:
+def _read(answer: Streamed) -> tuple[str, int]:
     if answer.status != 200:
         raise ValueError(f"the server answered {answer.status}: {answer.body[:300]!r}")
     chunks = answer.chunks

@@ -6,12 +6,10 @@ import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outrider.bench.prompts import PromptText
-
-if TYPE_CHECKING:
-    import httpx
+from outrider.bench.streaming import Streamed, Streams
 
 MAX_KIND = 100  # characters of an error's kind
 
@@ -26,6 +24,8 @@ class Asking:
     temperature: float
     seed: int
     ignore_eos: bool = False
+    top_p: float = 1.0
+    sends_seed: bool = True  # otherwise the server draws as it likes
     stream_options: dict[str, bool] | None = None
 
     @property
@@ -37,13 +37,16 @@ class Asking:
             "model": self.model,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
-            "seed": self.seed + number,
             "stream": True,
         }
+        if self.sends_seed:
+            body["seed"] = self.seed + number
         if self.stream_options is not None:
             body["stream_options"] = self.stream_options
         if self.ignore_eos:
             body["ignore_eos"] = True
+        if self.top_p < 1:
+            body["top_p"] = self.top_p
         if not self.is_chat:
             return body | {"prompt": list(prompt.ids) or prompt.text}
         if prompt.ids:
@@ -74,58 +77,76 @@ class Answered:
         return (self.seconds - self.first) / (self.num_tokens - 1)
 
 
-async def ask(client: httpx.AsyncClient, asking: Asking, prompt: PromptText, number: int) -> Answered:
+async def ask(streams: Streams, asking: Asking, prompt: PromptText, number: int) -> Answered:
     """Never raises for what a server may do: it is in the record."""
-    import httpx
-
     answered = Answered(number, time.perf_counter())
     try:
-        async with client.stream("POST", asking.path, json=asking.body(prompt, number)) as response:
-            if response.status_code != 200:
-                answered.error = kind_of(response.status_code, await response.aread())
-            else:
-                answered.error = await _read(response, answered)
-    except httpx.TimeoutException:
+        streamed = await streams.post(asking.path, asking.body(prompt, number))
+    except TimeoutError:
         answered.error = "timeout"
-    except httpx.ConnectError:
+    except ConnectionError as error:
+        answered.error = "no connection" if isinstance(error, ConnectionRefusedError) else "the connection broke"
+    except OSError:
         answered.error = "no connection"
-    except httpx.TransportError:
-        answered.error = "the connection broke"
+    else:
+        if streamed.status != 200:
+            answered.error = kind_of(streamed.status, streamed.body)
+        else:
+            answered.error = _read(streamed, answered)
     if answered.first is None or answered.error is not None:
         answered.seconds = time.perf_counter() - answered.sent
     return answered
 
 
-async def _read(response: httpx.Response, answered: Answered) -> str | None:
+def _read(streamed: Streamed, answered: Answered) -> str | None:
     """Fills the record; what went wrong, if anything."""
-    reader = StreamReader(answered)
-    async for data in events(response.aiter_bytes()):
+    reader, splitter = StreamReader(answered), EventSplitter()
+    found = [(when, data) for when, part in streamed.parts for data in splitter.feed(part)]
+    found += [(streamed.parts[-1][0], data) for data in splitter.end()]
+    for when, data in found:
         if data == "[DONE]":
             return reader.verdict(is_done=True)
         try:
             chunk = json.loads(data)
         except ValueError:
             return "a chunk that is no JSON"
-        error = reader.read(chunk, time.perf_counter() - answered.sent)
+        error = reader.read(chunk, when - answered.sent)
         if error is not None:
             return error
     return reader.verdict(is_done=False)
 
 
-async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[str]:
+class EventSplitter:
     """The data of server-sent events, however the bytes were cut. Lines are split as the standard says and not as
     Python does: text may hold U+2028."""
-    rest, data = b"", list[str]()
-    async for part in parts:
-        *lines, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n")
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[str] = []
+
+    def feed(self, part: bytes) -> list[str]:
+        """The events that these bytes complete."""
+        found = []
+        *lines, self._rest = (self._rest + part).replace(b"\r\n", b"\n").split(b"\n")
         for line in lines:
-            data += _data(line)
-            if not line and data:
-                yield "\n".join(data)
-                data = []
-    data += _data(rest)
-    if data:  # the last one may lack its empty line
-        yield "\n".join(data)
+            self._data += _data(line)
+            if not line and self._data:
+                found.append("\n".join(self._data))
+                self._data = []
+        return found
+
+    def end(self) -> list[str]:
+        """The last event, which may lack its empty line."""
+        return self.feed(b"\n\n")
+
+
+async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    splitter = EventSplitter()
+    async for part in parts:
+        for event in splitter.feed(part):
+            yield event
+    for event in splitter.end():
+        yield event
 
 
 def _data(line: bytes) -> list[str]:

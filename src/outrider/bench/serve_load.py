@@ -16,6 +16,7 @@ from outrider.bench.interleave import Progress
 from outrider.bench.prompts import PromptText
 from outrider.bench.serve_client import Answered, Asking, ask
 from outrider.bench.serve_metrics import Drafting, drafting_from
+from outrider.bench.streaming import TIMEOUT, Streams
 from outrider.extras import extra_missing
 
 if TYPE_CHECKING:
@@ -116,12 +117,12 @@ def _names(response: httpx.Response) -> list[str]:
         return []
 
 
-async def settle(client: httpx.AsyncClient, asking: Asking, prompt: PromptText) -> Asking:
+async def settle(streams: Streams, asking: Asking, prompt: PromptText) -> Asking:
     """One request, so that what is wrong with all of them is known before any is counted."""
     kinds = []
     for options in STREAM_OPTIONS:
         tried = replace(asking, stream_options=options)
-        answered = await ask(client, tried, prompt, 0)
+        answered = await ask(streams, tried, prompt, 0)
         if answered.error is None:
             return tried
         kinds.append(answered.error)
@@ -133,19 +134,22 @@ async def settle(client: httpx.AsyncClient, asking: Asking, prompt: PromptText) 
 async def run_load(
     client: httpx.AsyncClient, asking: Asking, prompts: Sequence[PromptText], load: Load, progress: Progress | None
 ) -> Outcome:
-    asking = await settle(client, asking, prompts[0])
-    warm = replace(load, num_prompts=load.num_warm_ups, request_rate=None)
-    await _ask_all(client, asking, warm.choose(prompts), warm, _named(progress, "warming up"))
-    before = await _counters(client)
-    begin = time.perf_counter()
-    answers = await _ask_all(client, asking, load.choose(prompts), load, _named(progress, "requests"))
-    seconds = max((answer.sent + answer.seconds for answer in answers), default=begin) - begin
-    after = await _counters(client)
+    key = client.headers.get("authorization")
+    headers = {"Authorization": key} if key else {}
+    async with Streams(str(client.base_url), headers, client.timeout.read or TIMEOUT) as streams:
+        asking = await settle(streams, asking, prompts[0])
+        warm = replace(load, num_prompts=load.num_warm_ups, request_rate=None)
+        await _ask_all(streams, asking, warm.choose(prompts), warm, _named(progress, "warming up"))
+        before = await _counters(client)
+        begin = time.perf_counter()
+        answers = await _ask_all(streams, asking, load.choose(prompts), load, _named(progress, "requests"))
+        seconds = max((answer.sent + answer.seconds for answer in answers), default=begin) - begin
+        after = await _counters(client)
     return Outcome(answers, seconds, asking, drafting_from(before, after), len(set(prompts)))
 
 
 async def _ask_all(
-    client: httpx.AsyncClient, asking: Asking, prompts: Sequence[PromptText], load: Load, progress: Any
+    streams: Streams, asking: Asking, prompts: Sequence[PromptText], load: Load, progress: Any
 ) -> list[Answered]:
     room = asyncio.Semaphore(load.concurrency) if load.concurrency is not None else nullcontext()
     begin, answers = time.perf_counter(), list[Answered]()
@@ -156,7 +160,7 @@ async def _ask_all(
         await asyncio.sleep(begin + arrivals[number] - time.perf_counter())
         async with room:  # a client thinks, then sends
             await asyncio.sleep(thinking[number])
-            answers.append(await ask(client, asking, prompt, number))
+            answers.append(await ask(streams, asking, prompt, number))
         progress(len(answers), len(prompts))
 
     await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))

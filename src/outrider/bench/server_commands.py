@@ -38,8 +38,13 @@ NumPrompts = Annotated[int, typer.Option("--num-prompts", metavar="N", help="Req
 NumWarmUps = Annotated[int, typer.Option("--num-warmups", metavar="N", help="Requests before those.", min=0)]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", metavar="N", help="Longest answer.", min=1)]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", metavar="T", help="0 is greedy.", min=0)]
+TopP = Annotated[float, typer.Option("--top-p", metavar="P", help="Of the likeliest tokens, so much.", min=0, max=1)]
 Seed = Annotated[
     int, typer.Option("--seed", metavar="S", help="Of arrivals, of the prompts' order, and of the first request.")
+]
+SendsSeed = Annotated[
+    bool,
+    typer.Option("--request-seeds/--no-request-seeds", help="Give requests seeds, or leave them to the server."),
 ]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Answers of full length, past their end.")]
 Goodput = Annotated[
@@ -71,7 +76,9 @@ def serve(
     num_warmups: NumWarmUps = 4,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
     seed: Seed = 0,
+    request_seeds: SendsSeed = True,
     ignore_eos: IgnoreEos = False,
     goodput: Goodput = None,
     timeout: Timeout = 600.0,
@@ -104,7 +111,7 @@ def serve(
     limit = concurrency or (DEFAULT_CONCURRENCY if request_rate is None else None)
     load = Load(num_prompts, num_warmups, limit, request_rate, seed)
     texts = read_prompts(prompts) if prompts is not None else built_in(workload)
-    asking = Asking("", endpoint == "chat", max_tokens, temperature, seed, ignore_eos)
+    asking = Asking("", endpoint == "chat", max_tokens, temperature, seed, ignore_eos, top_p, request_seeds)
     consoles = open_consoles()
     with progress_bar(consoles.about) as progress:
         server = Server(base_url, model, api_key, timeout)

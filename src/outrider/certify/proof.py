@@ -15,6 +15,7 @@ import torch
 
 from outrider.bench.prompts import PromptChoice, PromptText, Vocabulary
 from outrider.certify.certificate import Case, Certificate, Identity
+from outrider.certify.company import Asker, OnStep, ask_alone, ask_joining, ask_shuffled, ask_together
 from outrider.certify.comparison import (
     LOGPROB_TOLERANCE,
     corrupted,
@@ -35,7 +36,6 @@ from outrider.pair import AUTO, DEFAULT_DIRECTORY, Speculative, shown_name, targ
 from outrider.threads import threads
 
 Progress = Callable[[str, int, int], None]  # what, done, total
-OnStep = Callable[[int, int], None]
 PAGE_SIZE = 8
 SMALL_MODEL = 50_000_000  # parameters
 NUM_TRIALS = 16  # draws that show whether a drafter has something to say
@@ -74,30 +74,6 @@ class Subject:
         return LLM.from_config(replace(self.config, **{**usual, **settings}))
 
 
-Asker = Callable[[LLM, Sequence[Question], OnStep], list[RequestOutput]]
-
-
-def ask_together(llm: LLM, questions: Sequence[Question], on_step: OnStep) -> list[RequestOutput]:
-    return llm.generate([each.prompt for each in questions], [each.params for each in questions], on_step=on_step)
-
-
-def ask_alone(llm: LLM, questions: Sequence[Question], on_step: OnStep) -> list[RequestOutput]:
-    outputs, done = [], 0
-    for question in questions:
-        outputs += llm.generate(question.prompt, question.params)
-        done += question.params.n
-        on_step(done, 0)
-    return outputs
-
-
-def ask_shuffled(llm: LLM, questions: Sequence[Question], on_step: OnStep) -> list[RequestOutput]:
-    order = list(range(len(questions)))
-    random.Random(0).shuffle(order)
-    outputs = ask_together(llm, [questions[place] for place in order], on_step)
-    by_place = dict(zip(order, outputs, strict=True))
-    return [by_place[place] for place in range(len(questions))]
-
-
 @dataclass(frozen=True)
 class Composition:
     """One way to ask all questions: in which company, of an engine with which settings."""
@@ -118,6 +94,7 @@ COMPOSITIONS = (
     Composition("alone", ask_alone, every=lambda effort: effort.alone_every),
     Composition("together", ask_together),
     Composition("shuffled", ask_shuffled, every=_others_every),
+    Composition("joining", ask_joining, every=_others_every),
     Composition("resting by turns", ask_together, every=_others_every, is_restless=True),
     # An engine lets every running request move in every step, so a small step also needs few requests.
     Composition("chunked prefill", ask_together, {"max_num_seqs": 4, "max_num_batched_tokens": 8}, _others_every),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.kernels.penalties import penalise
 from outrider.kernels.sampling import choose
 from outrider.types import Batch, Sampling, SlotState
 
@@ -23,23 +24,17 @@ def adjust(logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state
     """Bias, bars and penalties on logits [R, V] of batch rows `rows` [R]: row j is judged by tokens[: j + 1]."""
     if not sampling.adjusts:
         return logits
-    slots = batch.row_slots[rows]
-    logits = logits.float()
+    slots, last = batch.row_slots[rows], batch.indices[rows]
+    adjusted = logits.to(torch.float32, copy=True)
     if sampling.bias is not None:
-        logits = logits + sampling.bias[slots]
+        adjusted += sampling.bias[slots]
     if sampling.bounded:
-        short = (batch.indices[rows] + 1 < sampling.min_len[slots])[:, None]
-        logits = _bar(logits, sampling.end_ids[slots], short)
-    if sampling.bad_words is None and not sampling.penalised:
-        return logits
-    # Only now is the text itself needed: [R, L], each row's own prefix
-    tokens = state.tokens[slots, : batch.max_len]
-    end = batch.indices[rows][:, None]
+        _bar(adjusted, sampling.end_ids[slots], (last + 1 < sampling.min_len[slots])[:, None])
     if sampling.bad_words is not None:
-        logits = _bar_bad_words(logits, sampling.bad_words[slots], tokens, end)
+        _bar_bad_words(adjusted, sampling.bad_words[slots], state.tokens, slots, last)
     if sampling.penalised:
-        logits = _penalise(logits, sampling, slots, tokens, end)
-    return logits
+        penalise(adjusted, sampling, slots, last, state.tokens, batch.max_len)
+    return adjusted
 
 
 def sample(
@@ -64,30 +59,16 @@ def restrict(adjusted: Tensor, logits: Tensor, masks: Masks) -> Tensor:
     return adjusted.index_copy(0, masks.rows, torch.where(nothing, own, kept))
 
 
-def _bar(logits: Tensor, ids: Tensor, where: Tensor) -> Tensor:
+def _bar(logits: Tensor, ids: Tensor, where: Tensor) -> None:
     """-inf at `ids` [R, E] (-1: none) where `where` broadcasts to true."""
-    barred = torch.where(where & (ids >= 0), ids, logits.shape[-1])
-    padded = torch.cat([logits, logits[:, :1]], dim=-1)  # a column to bar when there is nothing to bar
-    return padded.scatter(-1, barred, -torch.inf)[:, :-1]
+    limits = torch.where(where & (ids >= 0), -torch.inf, torch.inf)
+    logits.scatter_reduce_(-1, ids.clamp(min=0), limits, "amin")
 
 
-def _bar_bad_words(logits: Tensor, words: Tensor, tokens: Tensor, end: Tensor) -> Tensor:
+def _bar_bad_words(logits: Tensor, words: Tensor, texts: Tensor, slots: Tensor, last: Tensor) -> None:
     """words [R, W, M] aligned right. A word's last token is barred where the text ends with all the others."""
     length = words.shape[-1] - 1
-    place = end - torch.arange(length - 1, -1, -1, device=end.device)  # [R, M - 1]
-    tail = torch.where(place >= 0, tokens.gather(1, place.clamp(min=0)), -2)  # [R, M - 1]
+    place = last[:, None] - torch.arange(length - 1, -1, -1, device=last.device)  # [R, M - 1]
+    tail = torch.where(place >= 0, texts[slots[:, None], place.clamp(min=0)], -2)
     matches = ((words[..., :-1] == tail[:, None]) | (words[..., :-1] == -1)).all(-1)  # [R, W]
-    return _bar(logits, words[..., -1], matches)
-
-
-def _penalise(logits: Tensor, sampling: Sampling, slots: Tensor, tokens: Tensor, end: Tensor) -> Tensor:
-    index = torch.arange(tokens.shape[1], device=tokens.device)
-    said = index <= end  # [R, L]
-    answer = said & (index >= sampling.prompt_len[slots][:, None])
-    empty = torch.zeros_like(logits)
-    seen = empty.scatter_add(1, tokens, said.to(logits.dtype)) > 0
-    count = empty.scatter_add(1, tokens, answer.to(logits.dtype))
-    repetition = sampling.repetition[slots][:, None]
-    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-    logits = logits - sampling.frequency[slots][:, None] * count
-    return logits - sampling.presence[slots][:, None] * (count > 0)
+    _bar(logits, words[..., -1], matches)

@@ -23,6 +23,8 @@ class Limits:
     page_size: int
     lookahead: int  # draft tokens per round at most
     prefix_caching: bool = True
+    num_prompt_rows: int = 1024  # at most about so many rows of prompts in a round in which others decode
+    round_sizes: tuple[int, ...] = ()  # numbers of rows that rounds with prompts are recorded for
 
 
 @dataclass(frozen=True)
@@ -90,18 +92,23 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         plan: list[Work] = []
         admitted: list[Request] = []
-        ordered = sorted((each for each in self.running if not self._surely_ends(each)), key=_is_reading)
-        for number, request in enumerate(ordered):  # decoding first
-            if budget <= 0:
-                break
-            if request.status is not Status.RUNNING:  # preempted for an older one just now
-                continue
-            work = self._work(request, budget, depth, len(ordered) - number)
-            if self._reserve(request, work, plan, may_preempt=not flying):
-                plan.append(work)
-                budget -= work.num_rows
-            elif flying:
-                return Plan([], [])
+        active = [request for request in self.running if not self._surely_ends(request)]
+        reading = [request for request in active if _is_reading(request)]
+        decoding = [request for request in active if not _is_reading(request)]
+        num_left = len(active)
+        for group in (decoding, reading):
+            if group is reading and plan:
+                budget = min(budget, self._room_beside(sum(work.num_rows for work in plan)))
+            for request in group:
+                num_left -= 1
+                if budget <= 0 or request.status is not Status.RUNNING:  # preempted for an older one just now
+                    continue
+                work = self._work(request, budget, depth, 1 + num_left)
+                if self._reserve(request, work, plan, may_preempt=not flying):
+                    plan.append(work)
+                    budget -= work.num_rows
+                elif flying:
+                    return Plan([], [])
         room = self.num_preemptions == num_preemptions  # who just made room does not come back in the same step
         while room and self.waiting and budget > 0 and self._free_slots:
             self.waiting[0].is_followed = follows(len(self.running))
@@ -114,6 +121,14 @@ class Scheduler:
         plan = [work for work in plan if work.request.status is Status.RUNNING]
         assert plan or flying or not self.has_work or self.waiting, "running requests that cannot run"
         return Plan(plan, admitted, self.snapshots.plan(plan) if self.snapshots is not None else [])
+
+    def _room_beside(self, num_rows: int) -> int:
+        """Rows of prompts in a round in which so many others decode. Whoever decodes should not wait long for whoever
+        comes; and where many come at once, they should not go on in step for ever: rounds in which some read and others
+        decode use the device best. Rounds are filled up to a size that they are recorded for."""
+        wanted = num_rows + self.limits.num_prompt_rows
+        sizes = [size for size in self.limits.round_sizes if num_rows < size <= wanted]
+        return max(sizes, default=wanted) - num_rows
 
     def launched(self, plan: Sequence[Work]) -> None:
         """A round with this work is under way."""

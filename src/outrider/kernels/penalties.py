@@ -1,0 +1,33 @@
+"""Penalties: tokens that a text already holds become less likely. Each row has a text of its own: that of its slot, up
+to its place, drafts included."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.dispatch import use_triton
+from outrider.types import Sampling
+
+
+def penalise(logits: Tensor, sampling: Sampling, slots: Tensor, last: Tensor, texts: Tensor, max_len: int) -> None:
+    """Changes logits [R, V], float32, of rows whose text is texts[slot, : last + 1]. slots [R], last [R] < max_len,
+    texts [S, W].
+    A repetition penalty counts the prompt too, presence and frequency the answer alone."""
+    if use_triton(logits):
+        from outrider.kernels.gpu import penalties as gpu
+
+        gpu.penalise(logits, sampling, slots, last, texts, max_len)
+        return
+    tokens = texts[slots, :max_len]  # [R, L]
+    index = torch.arange(max_len, device=tokens.device)
+    said = index <= last[:, None]
+    answer = said & (index >= sampling.prompt_len[slots][:, None])
+    empty = torch.zeros_like(logits)
+    seen = empty.scatter_add(1, tokens, said.to(logits.dtype)) > 0
+    count = empty.scatter_add(1, tokens, answer.to(logits.dtype))
+    repetition = sampling.repetition[slots][:, None]
+    changed = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    changed -= sampling.frequency[slots][:, None] * count
+    changed -= sampling.presence[slots][:, None] * (count > 0)
+    logits.copy_(changed)
