@@ -130,9 +130,8 @@ class Cache:
         state = self.state
         num_reused = len(reused) * self.shape.page_size
         state.tokens[slot, : len(tokens)] = self.upload(torch.tensor(tokens, dtype=torch.long))
-        counts = torch.zeros(len(self._counts), dtype=torch.long)
-        counts[:3] = torch.tensor([len(tokens), num_reused, num_reused])
-        self._counts[:, slot] = self.upload(counts)
+        counts = [len(tokens), num_reused, num_reused]
+        self._counts[:, slot] = self.upload(torch.tensor(counts + [0] * (len(self._counts) - len(counts))))
         self._place_images(slot, images)
         assert bool(reused) == bool(snapshot) or not self.recurrent, "recurrent states go with the pages"
         for states, snapshots in self._states:

@@ -120,8 +120,7 @@ class Scheduler:
             budget -= work_or_none.num_rows
         plan = [work for work in plan if work.request.status is Status.RUNNING]
         assert plan or flying or not self.has_work or self.waiting, "running requests that cannot run"
-        wanted = [each for work in plan for each in self.snapshots.plan(work)] if self.snapshots is not None else []
-        return Plan(plan, admitted, wanted)
+        return Plan(plan, admitted, self.snapshots.plan(plan) if self.snapshots is not None else [])
 
     def _room_beside(self, num_rows: int) -> int:
         """Rows of prompts in a round in which so many others decode. Whoever decodes should not wait long for whoever

@@ -50,19 +50,28 @@ class Snapshots:
         )
         return count
 
-    def plan(self, work: Work) -> Iterator[Wanted]:
-        """What is new of what a round with this work shall take. Rounds under way end before its first row, or at it:
-        whatever is wanted beyond has not been passed."""
-        request, begin = work.request, work.end - work.num_rows
+    def plan(self, plan: Sequence[Work]) -> list[Wanted]:
+        """What is new of what a round with this work shall take."""
+        found: list[Wanted] = []
+        for work in plan:
+            begin, end = work.end - work.num_rows, work.end
+            # most rounds come by nothing, and this is asked of every request in every round
+            if begin < work.request.marks.prompt_end or begin // self._interval < end // self._interval:
+                found += self._new(work.request, begin, end)
+        return found
+
+    def _new(self, request: Request, begin: int, end: int) -> Iterator[Wanted]:
+        """Of rows from `begin` to `end`, at most. Rounds under way come no further than the first of them: whatever is
+        wanted beyond has not been passed."""
         marks = request.marks
-        for end, column in self._ends(marks, begin, work.end):
-            if end in marks.wanted or not _is_settled(request, marks.told[column]):
+        for until, column in self._ends(marks, begin, end):
+            if until in marks.wanted or not _is_settled(request, marks.told[column]):
                 continue
             place = self.pool.reserve()
             if place is None:
                 return
-            marks.wanted[end], marks.told[column] = place, end
-            yield Wanted(request.slot, column, end, place)
+            marks.wanted[until], marks.told[column] = place, until
+            yield Wanted(request.slot, column, until, place)
 
     def _ends(self, marks: Marks, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Where snapshots are worth it beyond `begin`, up to `end`, the most valuable first; and in which columns."""
