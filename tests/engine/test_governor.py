@@ -67,14 +67,14 @@ def test_rows_go_to_those_whose_drafts_stand(count: int) -> None:
 def test_a_drafter_that_is_never_right_costs_almost_nothing(count: int, prompt: int) -> None:
     world = World([0.0] * count, begin=0.3, each=0.1, row=0.02, noise=0.1, prompt=prompt, answer=32 if prompt else 0)
     governor, chance = Governor(5, NUM_SLOTS), random.Random(0)
-    assert run(world, governor, 300, chance).rate > 0.95 * world.plain
+    assert run(world, governor, 300, chance).rate > 0.94 * world.plain
     assert run(world, governor, 2000, chance).rate > 0.98 * world.plain
 
 
 def test_a_good_drafter_is_hardly_interrupted() -> None:
     world = World([0.8], begin=0.1, each=0.05)
     governor, chance = Governor(5, NUM_SLOTS), random.Random(0)
-    assert run(world, governor, 5000, chance).rate > 0.98 * world.rate(5, [5])
+    assert run(world, governor, 5000, chance).rate > 0.97 * world.rate(5, [5])
     assert governor.latest == 5
 
 
@@ -99,6 +99,17 @@ def test_rounds_that_read_prompts_teach_too(rate: float, low: float) -> None:
     assert late.rate > low * world.plain
 
 
+@pytest.mark.parametrize(("made", "begin", "depth"), [(0.1, 0.8, 0), (0.5, 0.2, 5)])
+def test_a_text_may_suggest_nothing(made: float, begin: float, depth: int) -> None:
+    """Drafts that are always right, but seldom there: whether they pay depends on how often they are."""
+    world = World([0.97] * 4, begin=begin, each=0.05, row=0.02, noise=0.1, made=made)
+    governor, chance = Governor(5, NUM_SLOTS), random.Random(0)
+    run(world, governor, 300, chance)
+    late = run(world, governor, 1000, chance)
+    assert governor.latest == depth
+    assert late.rate > (0.98 if depth == 0 else 1.3) * world.plain
+
+
 def test_sizes_are_judged_alone() -> None:
     """With many requests the same drafts are dear."""
     cheap, dear = World([0.6], 0.05, 0.05), World([0.6] * 64, 0.5, 0.4, 0.5)
@@ -116,7 +127,7 @@ def test_requests_may_want_fewer() -> None:
     world, governor, chance = World([0.0], 0.3, 0.1, 0.02), Governor(5, NUM_SLOTS), random.Random(3)
     for _ in range(200):
         depth = min(governor.depth(requests(1)), 1)
-        governor.note(Landed(1, depth, depth == 0, 1, 0, 1, world.seconds(depth, 1), []))
+        governor.note(Landed(1, depth, depth == 0, 1, 0, 1, 0, 0, world.seconds(depth, 1), []))
     run(world, governor, 300, chance)
     assert governor.latest == 0
 
@@ -132,7 +143,7 @@ def test_texts_are_followed_when_a_trial_is_due() -> None:
         request.is_followed = False
     for _ in range(2000):
         depth = governor.depth(nobody)
-        governor.note(Landed(4, 0, True, 4, 0, 4, world.seconds(0, 4), []))
+        governor.note(Landed(4, 0, True, 4, 0, 4, 0, 0, world.seconds(0, 4), []))
         assert depth == 0  # of whom nobody can be drafted for
         followed += governor.wants(4)
     assert 0 < followed < 2000
@@ -156,7 +167,7 @@ def test_a_decision_is_quick() -> None:
     for _ in range(50):
         begin = time.process_time()
         governor.depth(asked)
-        governor.note(Landed(128, 5, False, 512, 0, 300, 1.0, judged))
+        governor.note(Landed(128, 5, False, 512, 0, 300, 640, 640, 1.0, judged))
         best = min(best, time.process_time() - begin)
     assert best < 5e-4  # 0.2 ms on a machine that is not busy
 

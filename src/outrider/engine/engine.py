@@ -194,13 +194,13 @@ class Engine:
             if _has_draft(work) and not flight.shape.rests:
                 judged.append(judged_of(work.request, outcome))
             self._settle(work, outcome, logits)
-        self._note(flight, sum(len(outcome.tokens) for _, outcome, _ in read), judged, end)
+        self._note(flight, [outcome for work, outcome, _ in read if work.emits], judged, end)
         self._heal([work for work, _, _ in read])
         return [work.request for work, _, _ in read if work.emits]
 
     # the parts of a step
 
-    def _note(self, flight: Flight, num_tokens: int, judged: list[Judged], end: float) -> None:
+    def _note(self, flight: Flight, outcomes: Sequence[Outcome], judged: list[Judged], end: float) -> None:
         """Tells the policy of a round. It has kept everybody waiting since it began, or since the one before was over;
         where none is under way, also while its outcome was read."""
         end = end if self._flights else self._clock()
@@ -214,7 +214,9 @@ class Engine:
             rests=shape.rests or not (shape.depth or self.drafting.remembers),
             num_rows=num_rows,
             num_other_rows=shape.num_rows - num_rows,
-            num_tokens=num_tokens,
+            num_tokens=sum(len(outcome.tokens) for outcome in outcomes),
+            num_made=sum(len(outcome.draft) for outcome in outcomes),
+            num_wanted=shape.depth * len(outcomes),
             seconds=seconds,
             judged=judged,
         )
