@@ -21,7 +21,8 @@ from outrider.engine.policy import FixedDepth, Judged, Landed
 from outrider.engine.survival import Survival
 from outrider.engine.times import Times
 from outrider.llm import total_speculation
-from outrider.types import Draft
+from outrider.pair import DEFAULT_DIRECTORY
+from outrider.types import Batch, Draft, Hidden, Step
 
 NUM_SLOTS = 600
 worlds = st.builds(
@@ -213,6 +214,52 @@ def test_depths() -> None:
     assert depths_up_to(1) == (0, 1)
     assert depths_up_to(5) == (0, 1, 2, 5)
     assert depths_up_to(16) == (0, 1, 2, 4, 8, 16)
+
+
+class Clock:
+    """Time as the networks of an engine would spend it: so many seconds for a row, for a pass, for a draft token."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.now = 0.0
+        assert llm.drafter is not None
+        forward, propose = llm.target.forward, llm.drafter.propose
+
+        def passing(batch: Batch, *arguments: Any) -> Hidden:
+            self.now += 1 + 0.04 * len(batch.input_ids)
+            return forward(batch, *arguments)
+
+        def proposing(step: Step, *arguments: Any) -> Draft:
+            self.now += 0.1 + 0.05 * step.depth
+            return propose(step, *arguments)
+
+        llm.target.forward, llm.drafter.propose = passing, proposing  # type: ignore[method-assign]
+        llm.engine.clock = lambda: self.now
+
+
+@pytest.mark.adaptive
+@pytest.mark.parametrize("recorded", [False, True])
+def test_an_engine_in_made_up_time(recorded: bool, request: pytest.FixtureRequest) -> None:
+    """Two requests whose drafts stand, two whose drafts do not: rows go to the former, and while they are all there as
+    many tokens come of a second as with the best fixed depth, or more."""
+    if recorded:
+        request.getfixturevalue("recording")
+    settings = {"model": str(DEFAULT_DIRECTORY / "drafter"), "synthetic_acceptance_rates": [0.9, 0.0]}
+    params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+    rates = {}
+    for depth in (0, 1, 2, 3, 5, None):
+        with LLM(None, settings, device="cpu", max_num_seqs=4, max_model_len=512, watchdog=None) as llm:
+            if depth is not None:
+                llm.engine.drafting.policy = FixedDepth(depth)
+            clock = Clock(llm)
+            asked = [llm.requests_for("Once upon a time", replace(params, seed=seed), 0)[0] for seed in range(4)]
+            for each in asked:
+                llm.engine.add(each)
+            while not any(each.finished for each in asked):
+                llm.engine.step()
+            rates[depth] = sum(each.num_outputs for each in asked) / clock.now
+    judged = [each.speculation.drafted for each in asked]
+    assert recorded or min(judged[0], judged[2]) > 2 * max(judged[1], judged[3])  # so few seats have rows for all
+    assert rates[None] > 0.95 * max(rate for depth, rate in rates.items() if depth is not None)  # so short a run
 
 
 @pytest.mark.adaptive

@@ -80,7 +80,7 @@ class Engine:
         self.drafting = Drafting(drafter, policy, self.runner)
         self._max_flying = 1 if config.torch_device.type == "cpu" and self._graphs is None else MAX_FLYING
         self._flights: deque[Flight] = deque()
-        self._clock, self._landed_at = clock, 0.0
+        self.clock, self._landed_at = clock, 0.0
 
     # requests come and go
 
@@ -108,7 +108,7 @@ class Engine:
     def step(self) -> list[Request]:
         """Launches rounds, then reads the outcome of the oldest; returns the requests that have something new."""
         while len(self._flights) < self._max_flying and self._is_foreseeable:
-            begin = self._clock()
+            begin = self.clock()
             depth = self.drafting.depth(self.scheduler.running or self.scheduler.next_in_line)
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
             if not plan.work:
@@ -184,7 +184,7 @@ class Engine:
     def _land(self, flight: Flight) -> list[Request]:
         """The outcome of a round reaches the requests that are still there."""
         flight.wait()
-        end = self._clock()
+        end = self.clock()
         read = [each for each in flight.read() if each[0].is_current]
         if flight.hidden is not None:
             add_prompt_logprobs(flight.read_rows(), flight.hidden, self.target, self.tokenizer)
@@ -203,7 +203,7 @@ class Engine:
     def _note(self, flight: Flight, outcomes: Sequence[Outcome], judged: list[Judged], end: float) -> None:
         """Tells the policy of a round. It has kept everybody waiting since it began, or since the one before was over;
         where none is under way, also while its outcome was read."""
-        end = end if self._flights else self._clock()
+        end = end if self._flights else self.clock()
         seconds, self._landed_at = end - max(flight.launched, self._landed_at), end
         shape = flight.shape
         decoding = sum(work.num_rows for work in flight.plan if work.is_round)
