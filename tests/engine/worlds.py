@@ -24,6 +24,7 @@ class World:
     row: float = 0.0  # and for each row beyond the first that is computed
     noise: float = 0.0
     lookahead: int = 5
+    made: float = 1.0  # share of the rounds in which there is a draft at all
     prompt: int = 0  # rows of a request that joins
     answer: int = 0  # tokens after which a request ends, and another takes its place; 0: never
 
@@ -103,13 +104,15 @@ def run(world: World, governor: Governor, num_rounds: int, chance: random.Random
         other = world.prompt * sum(reading)
         took = world.seconds(depth, max(rows + other, 1))
         noise = 1 + world.noise * chance.random() + 4 * world.noise * (chance.random() < 0.02)
-        governor.note(Landed(len(asked), depth, depth == 0, rows, other, sum(brought), took * noise, judged))
+        made = [depth if chance.random() < world.made else 0 for _ in asked]
+        counts = (sum(made), depth * len(made))
+        governor.note(Landed(len(asked), depth, depth == 0, rows, other, sum(brought), *counts, took * noise, judged))
         found.tokens += sum(brought)
         found.seconds += took
         found.prompt_seconds += world.row * other
         found.drafted += depth > 0
         found.rounds += 1
-        waiting = [depth] * len(asked)
+        waiting = made
         if world.answer:
             reading = [False] * len(asked)
             for who, count in enumerate(brought):

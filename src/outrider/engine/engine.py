@@ -88,7 +88,7 @@ class Engine:
         drafting.policy = depth_policy(settings, self.lookahead, shape.num_slots, self._graphs)
         self._max_flying = 1 if config.torch_device.type == "cpu" and self._graphs is None else MAX_FLYING
         self._flights: deque[Flight] = deque()
-        self._clock, self._landed_at = clock, 0.0
+        self.clock, self._landed_at = clock, 0.0
 
     # requests come and go
 
@@ -126,7 +126,7 @@ class Engine:
 
     def _launch_rounds(self) -> None:
         while len(self._flights) < self._max_flying and self._is_foreseeable:
-            begin = self._clock()
+            begin = self.clock()
             depth = self.drafting.depth(self.scheduler.running or self.scheduler.next_in_line)
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
             if not plan.work:
@@ -194,7 +194,7 @@ class Engine:
         """The outcome of a round reaches the requests that are still there."""
         self._finish(flight)
         flight.wait()
-        end = self._clock()
+        end = self.clock()
         read = [each for each in flight.read() if each[0].is_current]
         if flight.hidden is not None:
             add_prompt_logprobs(flight.read_rows(), flight.hidden, self.target, self.tokenizer)
@@ -204,16 +204,16 @@ class Engine:
             if _has_draft(work) and not flight.shape.rests:
                 judged.append(judged_of(work.request, outcome))
             brought.append(self._settle(work, outcome, logits))
-        self._note(flight, sum(len(outcome.tokens) for _, outcome, _ in read), judged, end)
+        self._note(flight, [outcome for work, outcome, _ in read if work.emits], judged, end)
         self._heal([work for work, _, _ in read])
         return brought
 
     # the parts of a step
 
-    def _note(self, flight: Flight, num_tokens: int, judged: list[Judged], end: float) -> None:
+    def _note(self, flight: Flight, outcomes: Sequence[Outcome], judged: list[Judged], end: float) -> None:
         """Tells the policy of a round. It has kept everybody waiting since it began, or since the one before was over;
         where none is under way, also while its outcome was read."""
-        end = end if self._flights else self._clock()
+        end = end if self._flights else self.clock()
         seconds, self._landed_at = end - max(flight.launched, self._landed_at), end
         shape = flight.shape
         decoding = sum(work.num_rows for work in flight.plan if work.is_round)
@@ -224,7 +224,9 @@ class Engine:
             rests=shape.rests or not (shape.depth or self.drafting.remembers),
             num_rows=num_rows,
             num_other_rows=shape.num_rows - num_rows,
-            num_tokens=num_tokens,
+            num_tokens=sum(len(outcome.tokens) for outcome in outcomes),
+            num_made=sum(len(outcome.draft) for outcome in outcomes),
+            num_wanted=shape.depth * len(outcomes),
             seconds=seconds,
             judged=judged,
         )

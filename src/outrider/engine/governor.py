@@ -21,6 +21,7 @@ STRAY = 0.25  # of a round of it: one that has another depth
 MARGIN = 1.03  # a depth must be so much better than the one that is in use
 REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
 PRICE = 0.01  # share of the time that trials may cost of which nothing new is expected
+MADE = 32  # rounds that the share of a draft that is made looks back on
 TRAFFIC = 256  # rounds that the share of prompts looks back on
 
 RowSizes = Callable[[int, int], Sequence[int]]  # numbers of rows that rounds of so many requests and a depth can have
@@ -64,6 +65,7 @@ class Governor:
         self._credit = 0.0  # seconds that trials may cost
         self._has_followed = False  # some running request could be drafted for
         self._num_prompt_rows = self._num_tokens = 0.0  # of the last rounds
+        self._made = 1.0  # share of the tokens of a draft that there are: a text may suggest nothing
 
     # before a round
 
@@ -76,13 +78,13 @@ class Governor:
             self._review(number, size, requests)
         depth = size.depth if size.trial is None else size.trial
         allotted = (depth, [request.slot for request in requests], self._num_rounds // REVIEW)
-        if depth and allotted != self._allotted:
-            self._allot(requests, depth, self._times.line(number, depth, len(requests)))
-        self._allotted = allotted
+        if allotted != self._allotted:
+            self._allot(requests, depth, self._times.line(number, depth, len(requests)) if depth else None)
+            self._allotted = allotted
         return depth
 
     def _allot(self, requests: Sequence[Request], depth: int, line: Line | None) -> None:
-        """Says of how many tokens of each draft are judged: of all of them together those that are the most likely."""
+        """Says how many tokens of each draft are judged: of all of them together those that are the most likely."""
         if line is None:
             for request in requests:
                 request.most_judged = depth
@@ -110,8 +112,8 @@ class Governor:
         else:
             added = np.maximum(np.asarray(self._row_sizes(num_requests, depth)) - num_requests, 0)
             used = np.minimum(added, int(np.count_nonzero(chances)))
-        tokens = num_requests + self._survival.trust * gains[used]
-        seconds = line.seconds + line.row * added
+        tokens = num_requests + self._made * self._survival.trust * gains[used]
+        seconds = line.seconds + line.row * added * (self._made if self._row_sizes is None else 1.0)
         each = seconds / tokens + line.prompt * self._prompt_share
         best = int(each.argmin())
         return Choice(float(each[best]), int(used[best]), float(seconds[best]))
@@ -134,6 +136,7 @@ class Governor:
 
     def admit(self, slot: int) -> None:
         self._survival.begin(slot)
+        self._allotted = None
 
     @property
     def latest(self) -> int:
@@ -154,6 +157,8 @@ class Governor:
         if landed.seconds <= 0:
             return
         self._survival.add(landed.judged)
+        if landed.num_wanted:
+            self._made += (min(landed.num_made / landed.num_wanted, 1.0) - self._made) / MADE
         keep = 1 - 1 / TRAFFIC
         self._num_prompt_rows = self._num_prompt_rows * keep + landed.num_other_rows
         self._num_tokens = self._num_tokens * keep + landed.num_tokens

@@ -43,6 +43,8 @@ class Landed:
     num_rows: int  # of requests that decode
     num_other_rows: int  # of prompts, and those that fill up a recording
     num_tokens: int  # that it brought
+    num_made: int  # tokens that were drafted, of all requests that could have had `depth` of them
+    num_wanted: int  # how many that would have been: a text may suggest nothing
     seconds: float  # that it kept everybody waiting
     judged: list[Judged] = field(default_factory=list)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from outrider.engine.policy import Judged
 
-WINDOW = 32  # drafts of a request that its record looks back on
+WINDOW = 48  # drafts of a request that its record looks back on
 BATCH_WINDOW = 256  # drafts that the average of all looks back on
 CHECKED = 4  # rounds of which one is compared with what was expected
 KEEP = 1 - 1 / 32  # of the tokens that were expected, from one of them to the next
