@@ -15,6 +15,8 @@ from samples import METHODS, Oracle, drafter_settings, guide, sample_target, sui
 
 from outrider import LLM, SamplingParams
 from outrider.certify.restless import Restless
+from outrider.engine.graphs import rows_between
+from outrider.engine.policy import Landed
 from outrider.llm import total_speculation
 
 pytestmark = pytest.mark.usefixtures("recording")
@@ -147,6 +149,38 @@ def test_joins_at_random(method: str | None, family: str, target_path: Callable[
         assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
         able = llm.drafter is None or llm.drafter.recordable
         assert (engine.num_recorded_rounds > 0) is able
+
+
+def test_many_requests_need_not_have_room_for_all_drafts(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """A round has as many rows as are judged in it, up to the next size that is recorded."""
+    settings = drafter_settings("eagle3", tmp_path, target_path, "llama")
+    options: dict[str, Any] = {"max_num_seqs": 18, "max_model_len": 64, "device": "cpu"}
+    prompts = [[5 + number, 6, 7, 8] for number in range(18)]
+    with LLM(target_path(), None, enforce_eager=True, **options) as llm:
+        plain = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+    with LLM(target_path(), settings, **options) as llm:
+        assert llm.drafter is not None
+        guide(llm.drafter, [p + t for p, t in zip(prompts, plain, strict=True)], llm.target.vocab_size)
+        seen: list[Landed] = []
+        llm.engine.drafting.policy = policy = Restless(llm.engine.lookahead, 1, followed=1.0)
+        note = policy.note
+
+        def spy(landed: Landed) -> None:
+            seen.append(landed)
+            note(landed)
+
+        policy.note = spy  # type: ignore[method-assign]
+        for _ in range(4):
+            assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == plain
+    for landed in seen:
+        if landed.num_requests == 18 and not landed.num_other_rows:
+            assert landed.num_rows in rows_between(18, landed.depth)
+    deep = {landed.num_rows for landed in seen if landed.num_requests == 18 and landed.depth == 5}
+    assert deep & {48, 80}
+    assert rows_between(18, 5) == [48, 80, 108]
+    assert rows_between(32, 1) == [48, 64]
+    assert rows_between(8, 5) == [48]
+    assert rows_between(64, 0) == [64]
 
 
 def test_the_check_at_load_is_not_recorded() -> None:
