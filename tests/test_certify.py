@@ -37,7 +37,7 @@ from outrider.certify.proof import COMPOSITIONS, certify, notices_corruption
 from outrider.certify.questions import OPTIONS, Effort, ask
 from outrider.certify.report import show_certificate
 from outrider.commands import add
-from outrider.engine import engine as engine_module
+from outrider.engine import round as engine_round
 from outrider.engine import sampler as sampler_module
 from outrider.kernels import round as round_module
 from outrider.kernels.round import judge
@@ -125,13 +125,13 @@ def test_ngram_is_the_drafter_of_a_model_without_one(pair: tuple[Path, dict[str,
 # engines that are broken on purpose
 
 
-def accepts_anything(step: Step, choice: Tensor) -> Verdict:
+def accepts_anything(step: Step, choice: Tensor, out: Verdict | None = None) -> Verdict:
     """The first draft token stands, whatever the target says."""
     request = step.batch.request[step.judged]
     first = torch.arange(len(choice)) == step.judged_start[request]
     drafted = first & (step.num_drafts[request] > 0)
     draft = step.batch.input_ids[torch.where(drafted, step.judged + 1, 0)]
-    return judge(step, torch.where(drafted, draft, choice))
+    return judge(step, torch.where(drafted, draft, choice), out)
 
 
 def agree_on_nothing(choice: Tensor, draft: Tensor, num_drafts: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def agree_on_nothing(choice: Tensor, draft: Tensor, num_drafts: Tensor) -> Tenso
 def test_a_verifier_that_accepts_a_wrong_token_is_found(
     pair: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "judge", accepts_anything)
+    monkeypatch.setattr(engine_round, "judge", accepts_anything)
     certificate = certify(*pair, effort=SMALL)
     assert (certificate.verdict, certificate.exit_status) == ("mismatch", 1)
     assert certificate.control_mismatches == 0  # the plain side has no draft to get wrong
@@ -160,7 +160,7 @@ def test_the_plain_choice_wins_at_the_divergence(
     pair: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The margin is computed with the very noise of the request, so the plain side's token must come out ahead."""
-    monkeypatch.setattr(engine_module, "judge", accepts_anything)
+    monkeypatch.setattr(engine_round, "judge", accepts_anything)
     monkeypatch.setattr("outrider.certify.questions.OPTIONS", {"plain": OPTIONS["plain"]})
     monkeypatch.setattr("outrider.certify.questions.TEMPERATURES", (1.0,))
     certificate = certify(*pair, effort=replace(SMALL, max_draws=20))
@@ -344,7 +344,7 @@ def test_the_command_prints_one_json_object(
 def test_a_mismatch_is_exit_status_one(
     call: Callable[..., Any], pair: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "judge", accepts_anything)
+    monkeypatch.setattr(engine_round, "judge", accepts_anything)
     result = call("--model", pair[0], "--speculative-config", json.dumps(pair[1]), "--quick", "--max-tokens", 6)
     assert result.exit_code == 1
     assert "MISMATCH" in result.stdout

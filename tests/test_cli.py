@@ -16,7 +16,7 @@ from rich.console import Console
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from typer.testing import CliRunner, Result
 
-import outrider.engine.engine
+import outrider.engine.round
 from outrider import LLM, SamplingParams, __version__
 from outrider.cli import app
 from outrider.console import Consoles
@@ -147,11 +147,11 @@ def test_text_goes_to_stdout_and_the_card_to_stderr(target: str, head: str) -> N
 
 
 def test_a_difference_is_exit_status_1(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = outrider.engine.engine.judge
+    honest = outrider.engine.round.judge
     monkeypatch.setattr(
-        outrider.engine.engine,
+        outrider.engine.round,
         "judge",
-        lambda step, choice: honest(step, (choice + 1) % tiny.VOCAB if step.depth else choice),
+        lambda step, choice, out=None: honest(step, (choice + 1) % tiny.VOCAB if step.depth else choice, out),
     )
     arguments = ("generate", PROMPT, "--model", target, "--draft", "ngram", "-n", "4", "--compare")
     result = invoke(*arguments)

@@ -193,8 +193,8 @@ def test_a_search_for_the_end_is_bounded(llm: LLM) -> None:
     matcher = guide._matcher.fork()
     assert matcher.accept_string(b'"')
     counted = Counted(matcher)
-    assert ending._closing(counted, ending._STRING, 100_000) is None  # type: ignore[arg-type]
+    assert ending._closing(counted, ending._STRING, 100_000, guide._vocabulary) is None  # type: ignore[arg-type]
     assert counted.num_tries <= ending.MAX_TRIES + 200
     short = Counted(guide._matcher.fork())
-    assert ending._closing(short, ending._OUTSIDE, 64) is None  # type: ignore[arg-type]
+    assert ending._closing(short, ending._OUTSIDE, 64, guide._vocabulary) is None  # type: ignore[arg-type]
     assert short.num_tries < 64 * 110

@@ -164,3 +164,18 @@ def test_drafts_that_the_grammar_refuses_are_not_judged(llm: LLM, monkeypatch: p
         assert request.guide is not None
         assert request.finished or request.guide.num_fitting(request.draft) == request.num_drafts
     assert sum(made for made, _ in told) > sum(request.drafted_at), "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    "guided",
+    [
+        Guided(grammar='root ::= "a" root | root "b" | root root root'),
+        Guided(regex="((a{100}){100}){100}"),
+        Guided(json_schema={"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+    ],
+    ids=["a text without end", "a very long text", "objects in objects"],
+)
+def test_forced_texts_are_bounded(llm: LLM, guided: Guided) -> None:
+    """The first two force a text that fills any memory."""
+    guide = llm.engine.guide(guided)
+    assert len(guide.forced(12)) <= 12

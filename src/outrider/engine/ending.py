@@ -6,12 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from outrider.engine.forced import certain_text
 from outrider.engine.vocabulary import Spelling, Vocabulary
 
 if TYPE_CHECKING:
     import xgrammar
 
 MAX_TRIES = 4096  # pieces of text that are put to a matcher in one search: a few milliseconds of everybody's time
+CERTAIN_BYTES = 64  # of what must come next, that are looked for at a time
 BYTES_PER_TOKEN = 4  # of a closing text, about; one that takes more than there is room for is of no use
 SPARE = 4  # tokens left over when the closing begins: one token may make the way to the end a little longer
 
@@ -71,19 +73,22 @@ class Ending:
         return replace(countdown, look_at=left - max(1, (room - SPARE) // 2))
 
     def _way(self, matcher: xgrammar.GrammarMatcher, lexer: int, left: int) -> tuple[int, ...] | None:
-        text = _closing(matcher.fork(), lexer, left * BYTES_PER_TOKEN)
+        text = _closing(matcher.fork(), lexer, left * BYTES_PER_TOKEN, self._vocabulary)
         if text is None:
             return None
         tokens = self._spelling.tokens(text)
         return tokens if sum(len(self._vocabulary.spelt[token]) for token in tokens) == len(text) else None
 
 
-def _closing(matcher: xgrammar.GrammarMatcher, lexer: int, max_bytes: int) -> bytes | None:
+def _closing(
+    matcher: xgrammar.GrammarMatcher, lexer: int, max_bytes: int, vocabulary: Vocabulary
+) -> bytes | None:  # fmt: skip
     """A short text that completes what the matcher has taken so far: strings end, and nothing optional begins. None
     where there is none of so many bytes, or it is not found soon."""
     text, tries = b"", 0
     while not matcher.is_completed():
-        certain = certain_text(matcher)
+        certain = certain_text(matcher, vocabulary, CERTAIN_BYTES)
+        tries += 2 + 3 * len(certain)  # pieces that were put to the matcher for it
         choices = (certain,) if certain else _CLOSING_OUTSIDE if lexer == _OUTSIDE else _CLOSING_STRING
         for piece in choices:
             tries += 1
@@ -96,14 +101,6 @@ def _closing(matcher: xgrammar.GrammarMatcher, lexer: int, max_bytes: int) -> by
             return None
         lexer = _read(piece, lexer)
     return text
-
-
-def certain_text(matcher: xgrammar.GrammarMatcher) -> bytes:
-    """What must come next, if the grammar leaves no choice; it may begin inside a character."""
-    try:
-        return matcher.find_jump_forward_string().encode()
-    except UnicodeDecodeError as error:
-        return error.object
 
 
 def _read(text: bytes, lexer: int) -> int:

@@ -10,12 +10,12 @@ from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from outrider.engine.ending import Countdown, Ending, certain_text
+from outrider.engine.ending import BYTES_PER_TOKEN, Countdown, Ending
+from outrider.engine.forced import certain_text
 from outrider.engine.grammar_limits import MAX_GRAMMAR_LEN, check_grammar, check_regex, schema_text, tag_text
-from outrider.engine.masks import Unfilled, fill_masks
+from outrider.engine.masks import Unfilled, fill_masks, mask_of
 from outrider.engine.vocabulary import Spelling, Vocabulary, begun_of, is_past
 from outrider.extras import extra_missing
 from outrider.sampling_params import PROMPT_TAIL, Guided
@@ -276,7 +276,8 @@ class Guide:
         if way is not None:
             return [*way, *self._only_end()][:limit]
         while place.is_bound and len(found) < limit and not self._matcher.is_terminated():
-            tokens = self._spelling.tokens(certain_text(self._matcher)) or self._only_end()
+            text = certain_text(self._matcher, self._vocabulary, BYTES_PER_TOKEN * (limit - len(found)))
+            tokens = self._spelling.tokens(text) or self._only_end()
             taken = list(takewhile(self._accept_bound, tokens[: limit - len(found)]))
             found += taken
             if not taken or len(taken) < len(tokens):
@@ -297,9 +298,7 @@ class Guide:
         """Whether nothing more can come: the grammar has ended, or allows nothing this vocabulary can write."""
         if self._matcher.is_terminated():
             return True
-        bits = torch.empty(1, self._vocabulary.num_words, dtype=torch.int32)
-        self._matcher.fill_next_token_bitmask(bits)
-        return not bits.any()
+        return not mask_of(self._matcher, self._vocabulary.num_words).any()
 
     def _mask(self) -> Tensor | Unfilled | None:
         """None: all is allowed."""

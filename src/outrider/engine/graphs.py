@@ -4,7 +4,8 @@ recording is keyed by sizes and by what is asked of sampling, never by how rows 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ FEW_SEATS = (8, 16, 32, 64, 128, 256, 512)
 MANY_SEATS, NUM_PARTS, MULTIPLE = 16, 3, 8
 
 
+MAX_UNUSED = 2**30  # bytes that first runs may leave to the next ones
 PLAIN = Flags(filtered=False, adjusted=False)
 KINDS = (PLAIN, Flags(filtered=True, adjusted=False), Flags(filtered=True, adjusted=True))  # all that is told apart
 
@@ -81,6 +83,7 @@ class Graphs:
         self._keys: dict[tuple[RoundShape, Flags], Keys] = {}
         self._latest: list[Recording] = []  # the parts of the last round
         self._pool: Any = None  # of memory; all recordings share it, as they never run at once
+        self._stream: torch.cuda.Stream | None = None  # that recordings are made on
         self.num_launched = 0
         self.compile_seconds = self.record_seconds = 0.0  # spent on first runs, which compile kernels, and on recording
 
@@ -241,12 +244,32 @@ class Graphs:
         torch.cuda.synchronize(self._runner.device)
         compiled = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with self._capturing(graph):
             outcomes = self._run(key)
         self._pool = self._pool or graph.pool()
         self.compile_seconds += compiled - begin
         self.record_seconds += time.perf_counter() - compiled
         return Recording(graph, outcomes, self._runner.options.generation)
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """What is launched meanwhile is recorded. (torch.cuda.graph does the same, and gives unused memory back each
+        time: for the thousand parts of a warm-up, that is most of the time.)"""
+        device = self._runner.device
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if unused > MAX_UNUSED:
+            torch.cuda.empty_cache()
+        self._stream = self._stream or torch.cuda.Stream(device)
+        current = torch.cuda.current_stream(device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            pool = {} if self._pool is None else {"pool": self._pool}
+            graph.capture_begin(**pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
 
     def _clear(self, shape: RoundShape) -> None:
         """A round in which nobody is seated: no part of it changes anything."""

@@ -45,6 +45,24 @@ def fill_masks(masks: Sequence[Tensor | Unfilled]) -> Tensor:
     return bits
 
 
+def mask_of(matcher: xgrammar.GrammarMatcher, num_words: int) -> Tensor:
+    """What a matcher allows next."""
+    bits = torch.empty(1, num_words, dtype=torch.int32)
+    matcher.fill_next_token_bitmask(bits)
+    return bits[0]
+
+
+def ids_of(bits: Tensor, most: int) -> list[int]:
+    """The tokens that a mask [W] allows, if they are no more than `most`; otherwise none."""
+    words = bits.numpy().view(np.uint32)
+    places = np.flatnonzero(words)
+    if len(places) > most:
+        return []
+    values = [(int(place), int(words[place])) for place in places]
+    ids = [32 * place + bit for place, value in values for bit in range(32) if value >> bit & 1]
+    return ids if len(ids) <= most else []
+
+
 @cache
 def _batch_matcher() -> xgrammar.BatchGrammarMatcher:
     """On half of the processors."""
