@@ -216,6 +216,7 @@ class RoundShape:
     max_rows: int  # of one request
     max_len: int  # no cache index reaches it
     rests: bool = False  # the drafter is left out
+    misses: bool = True  # it will see later what it misses meanwhile
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from outrider.drafters.base import Drafter
 from outrider.engine.policy import DepthPolicy
 from outrider.engine.request import Request, Work
 from outrider.engine.runner import Runner, exact_shape
-from outrider.types import Draft, Hidden, Step, Verdict
+from outrider.types import Draft, Hidden, RoundShape, Step, Verdict
 
 
 class Drafting:
@@ -21,9 +21,9 @@ class Drafting:
         self.predicting: Drafter | None = None  # in rounds with requests that bring a prediction
         self._runner, self._cache = runner, runner.cache
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return () if self.drafter is None else self.drafter.taps
+    def taps(self, shape: RoundShape) -> tuple[int, ...]:
+        """The target's hidden states that a round is asked for."""
+        return () if self.drafter is None or (shape.rests and not shape.misses) else self.drafter.taps
 
     @property
     def is_recordable(self) -> bool:
@@ -89,7 +89,8 @@ class Drafting:
         """The last part of a round: a draft for the next one, None if nobody drafts. Asks the host nothing unless the
         drafter does."""
         if step.shape.rests:
-            self._cache.miss(step, hidden)
+            if step.shape.misses:
+                self._cache.miss(step, hidden)
             return None
         self._cache.keep_taps(step, hidden, verdict)
         predictions = any(prediction is not None for prediction in step.predictions)

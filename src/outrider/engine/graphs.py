@@ -111,6 +111,7 @@ class Graphs:
             max_drafts=shape.depth,
             max_rows=1 + shape.depth if decoding else rows,
             max_len=self._runner.cache.shape.max_len,
+            misses=True,  # one recording for both
         )
 
     def _at_least(self, count: int, sizes: Sequence[int]) -> int:

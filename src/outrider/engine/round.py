@@ -32,7 +32,7 @@ class Round:
 
     def forward(self, step: Step, out: Pass | None = None) -> Pass:
         """`out`: where to put what it computes, as far as the other parts need it."""
-        hidden = self.target(step.batch, self.drafting.taps, out.hidden.taps if out is not None else None)
+        hidden = self.target(step.batch, self.drafting.taps(step.shape), out.hidden.taps if out is not None else None)
         logits = self.target.logits(hidden.last[step.judged], out.logits if out is not None else None)
         if out is not None and self.drafting.drafter is not None:
             out.hidden.last.copy_(hidden.last)

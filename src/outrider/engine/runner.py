@@ -25,6 +25,7 @@ def exact_shape(plan: Sequence[Work], depth: int, *, rests: bool = False) -> Rou
         max_rows=max(work.num_rows for work in plan),
         max_len=max(work.end for work in plan),
         rests=rests,
+        misses=any(work.request.is_followed for work in plan),
     )
 
 
