@@ -15,7 +15,7 @@ from samples import METHODS, drafter_settings, guide, sample_target, suits
 
 from outrider import LLM, SamplingParams
 from outrider.certify.restless import Restless
-from outrider.engine import engine as engines
+from outrider.engine import memory
 from outrider.engine.policy import FixedDepth
 from outrider.llm import total_speculation
 from outrider.types import Draft, Hidden, Step, Verdict
@@ -51,7 +51,7 @@ class Drafts:
 
 @pytest.fixture(autouse=True)
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "NUM_MISSABLE", NUM_MISSABLE)
+    monkeypatch.setattr(memory, "NUM_MISSABLE", NUM_MISSABLE)
 
 
 def said(llm: LLM, params: Sequence[SamplingParams] = VARIED) -> list[list[int]]:

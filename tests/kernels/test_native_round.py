@@ -8,13 +8,11 @@ from test_triton import DEVICE
 from test_triton_round import (
     CATCHING,
     LOOKAHEAD,
-    PAGE_SIZE,
     ROUNDS,
-    check_layout,
+    check_lay_out,
     make_cache,
     make_step,
     right_choices,
-    seats_of,
 )
 
 from outrider.kernels import native_round
@@ -30,14 +28,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("missed", [False, True])
 @pytest.mark.parametrize(("people", "shape"), ROUNDS)
 def test_lay_out(people: list[list[int]], shape: RoundShape, missed: bool) -> None:
-    if missed:
-        people = [[slot, 1, 0, 0] for slot, *_ in people]
-        shape = RoundShape(shape.num_seats, 40, 0, 0, 0, 40, 45)
-    cache, seats = make_cache(), seats_of(people, shape)
-    pages = cache.page_table, PAGE_SIZE
-    found = rounds.lay_out(seats, shape, cache.state, pages, missed=missed)
-    wanted = rounds.lay_out_reference(seats, shape, cache.state, pages, missed=missed)
-    check_layout(found, wanted)
+    check_lay_out(rounds.lay_out, people, shape, missed)
 
 
 @pytest.mark.parametrize("kind", ["none", "draft", "predicted", "forced", "rest"])

@@ -3,6 +3,8 @@ prompts, drafts of several lengths, empty seats, rows that only fill up."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from test_triton import DEVICE
@@ -103,12 +105,19 @@ def check_layout(found: reference.Layout, wanted: reference.Layout) -> None:
 @pytest.mark.parametrize("missed", [False, True])
 @pytest.mark.parametrize(("people", "shape"), ROUNDS)
 def test_lay_out(people: list[list[int]], shape: RoundShape, missed: bool) -> None:
+    check_lay_out(gpu.lay_out, people, shape, missed)
+
+
+def check_lay_out(
+    lay_out: Callable[..., reference.Layout], people: list[list[int]], shape: RoundShape, missed: bool
+) -> None:
+    """Against the reference, on the next rows of these people, or on those that a drafter has missed."""
     if missed:
         people = [[slot, 1, 0, 0] for slot, *_ in people]
         shape = RoundShape(shape.num_seats, 40, 0, 0, 0, 40, 45)
     cache, seats = make_cache(), seats_of(people, shape)
     pages = cache.page_table, PAGE_SIZE
-    found = gpu.lay_out(seats, shape, cache.state, pages, missed=missed)
+    found = lay_out(seats, shape, cache.state, pages, missed=missed)
     wanted = reference.lay_out_reference(seats, shape, cache.state, pages, missed=missed)
     check_layout(found, wanted)
     assert int(wanted.rows.query_start[-1]) > 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import Drafter
-from outrider.engine.cache import NUM_MISSABLE, Cache, CacheShape
+from outrider.engine.cache import Cache
 from outrider.engine.drafting import Drafting
 from outrider.engine.flight import Flight, to_host, wants_logprobs, wants_prompt_logprobs
 from outrider.engine.governor import Governor
@@ -21,7 +21,7 @@ from outrider.engine.grammar import Grammars, Guide
 from outrider.engine.graphs import NUM_ROWS, Graphs
 from outrider.engine.guidance import guidance_of
 from outrider.engine.logprobs import add_prompt_logprobs, logprob_table
-from outrider.engine.memory import Budget
+from outrider.engine.memory import Budget, cache_shape
 from outrider.engine.pages import PagePool
 from outrider.engine.policy import DepthPolicy, FixedDepth, Judged, Landed, judged_of
 from outrider.engine.request import Progress, Request, Work
@@ -58,7 +58,7 @@ class Engine:
         self.end_ids: frozenset[int] = frozenset()
         self._grammars: Grammars | None = None  # made with the first guided request
         models = [target] if drafter is None else [target, drafter]
-        shape = cache_shape(config, target, drafter, budget)
+        shape = cache_shape(config, target, drafter, budget, MAX_FLYING)
         self.cache = Cache(shape, models, config.torch_device, next(target.parameters()).dtype)
         # more rows bring nothing, and keep those waiting who decode; but everybody must be able to move in every round
         most = config.max_num_batched_tokens
@@ -347,7 +347,7 @@ class Engine:
         with self.drafting_with(self.drafter, FixedDepth(self.lookahead)):  # nothing is to be learnt from this
             for length in WARM_UP_LENGTHS:  # neither prompts are recorded, nor what a drafter sees after a rest
                 self._run_alone(min(length, room - 2), 2)
-                self._run_alone(2, min(length, NUM_MISSABLE, room - 2), num_drafts=0)
+                self._run_alone(2, min(length, self.cache.shape.num_missable, room - 2), num_drafts=0)
 
     def _run_alone(self, prompt_len: int, max_tokens: int, num_drafts: int | None = None) -> None:
         params = SamplingParams(max_tokens=max_tokens, temperature=0, num_speculative_tokens=num_drafts)
@@ -380,24 +380,6 @@ class Engine:
 
     def close(self) -> None:
         self.cache.free()
-
-
-def cache_shape(config: EngineConfig, target: Target, drafter: Drafter | None, budget: Budget) -> CacheShape:
-    lookahead = drafter.lookahead if drafter is not None else 0
-    return CacheShape(
-        num_pages=budget.num_pages,
-        page_size=config.page_size,
-        num_slots=config.max_num_seqs + 1,
-        # rounds that are under way when a request ends go on a little
-        max_len=budget.max_model_len + (1 + lookahead) * (1 + MAX_FLYING),
-        num_taps=len(drafter.taps) if drafter is not None else 0,
-        hidden_size=target.hidden_size,
-        lookahead=lookahead,
-        num_axes=target.num_position_axes,
-        num_carried=drafter.num_carried if drafter is not None else 1,
-        num_missable=NUM_MISSABLE,
-        num_snapshots=budget.num_snapshot_places,
-    )
 
 
 def _waits_for_outcome(request: Request) -> bool:

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from outrider.config import EngineConfig
-from outrider.engine.cache import bytes_per_page, bytes_per_slot, bytes_per_snapshot
+from outrider.drafters.base import Drafter
+from outrider.engine.cache import NUM_MISSABLE, CacheShape, bytes_per_page, bytes_per_slot, bytes_per_snapshot
 from outrider.layers.cached import RecurrentLayer, cached_layers, recurrent_layers
 from outrider.layers.linear import Linear
+from outrider.models.base import Target
 
 CACHE_SHARE = 0.5  # of the memory that is free after the weights, on a CPU that others use too
 MIN_REQUESTS = 8  # the cache holds at least this many of the longest requests, memory allowing
@@ -219,3 +221,24 @@ def free_bytes() -> int:
 def human(count: int) -> str:
     """Bytes, as people read them."""
     return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def cache_shape(
+    config: EngineConfig, target: Target, drafter: Drafter | None, budget: Budget, num_flying: int
+) -> CacheShape:
+    """What the budget is spent on. `num_flying`: rounds that may be under way at a time; they go on a little when a
+    request has ended."""
+    lookahead = drafter.lookahead if drafter is not None else 0
+    return CacheShape(
+        num_pages=budget.num_pages,
+        page_size=config.page_size,
+        num_slots=config.max_num_seqs + 1,
+        max_len=budget.max_model_len + (1 + lookahead) * (1 + num_flying),
+        num_taps=len(drafter.taps) if drafter is not None else 0,
+        hidden_size=target.hidden_size,
+        lookahead=lookahead,
+        num_axes=target.num_position_axes,
+        num_carried=drafter.num_carried if drafter is not None else 1,
+        num_missable=NUM_MISSABLE,
+        num_snapshots=budget.num_snapshot_places,
+    )

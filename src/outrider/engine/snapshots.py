@@ -1,6 +1,6 @@
 """Which recurrent states are kept for reuse, and which are found. Pages of a text are of no use to a recurrent layer
 without its state where they end, so of some pages it is kept: a snapshot, under the page's name. The device takes it as
-a pass comes by (kernels/mamba.py), whatever else is in the pass, and a request that begins alike goes on from a copy.
+a pass comes by, in the kernels, whatever else is in the pass, and a request that begins alike goes on from a copy.
 
 There are few places, as a state is large. A text is worth one at the end of its prompt, one where another text is known
 to have parted from it, and passing ones at intervals, which are the first to go once there is a later one."""
