@@ -26,7 +26,7 @@ from outrider.config import EngineConfig
 COLD, WARM = "cold", "warm"
 # in the order in which they happen; what is left until the engine is ready is the rest
 PARTS = ("interpreter", "imports", "models", "weights", "cache", "check-up", "warm-up")
-WITHIN_WARM_UP = ("kernels", "recordings")
+WITHIN_WARM_UP = ("recordings",)  # and compiling kernels for them
 
 
 @dataclass(frozen=True)

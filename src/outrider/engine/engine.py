@@ -341,7 +341,7 @@ class Engine:
             depths, may_rest = self.drafting.policy.depths, self.drafter is not None
             most = self.scheduler.limits.max_num_batched_tokens
             shapes = self._graphs.usual_shapes(depths, most, may_rest=may_rest)
-            self._graphs.warm_up(shapes, guided=self.tokenizer is not None)
+            self._graphs.warm_up(shapes)
         room = self.scheduler.pool.capacity * self.scheduler.limits.page_size - 1 - self.lookahead
         room = min(self.max_model_len, room)
         with self.drafting_with(self.drafter, FixedDepth(self.lookahead)):  # nothing is to be learnt from this
@@ -364,10 +364,8 @@ class Engine:
 
     @property
     def recording_seconds(self) -> dict[str, float]:
-        """Where the time for recordings went: first runs, which compile kernels, and recording itself."""
-        if self._graphs is None:
-            return {}
-        return {"kernels": self._graphs.compile_seconds, "recordings": self._graphs.record_seconds}
+        """Of warming up."""
+        return {} if self._graphs is None else {"recordings": self._graphs.record_seconds}
 
     @property
     def num_recorded_rounds(self) -> int:

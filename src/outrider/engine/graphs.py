@@ -28,13 +28,16 @@ NUM_SEATS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40, 44, 48, 5
 # read 53,000 tokens a second at 1,024 and at 2,048 rows, 49,000 at 8,192: there is nothing to be had from more.
 NUM_ROWS = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 FEW_SEATS = (8, 16, 32, 64, 128, 256, 512)
-# where requests are many, a round need not have room for everybody's whole draft: some, most, all
-MANY_SEATS, NUM_PARTS, MULTIPLE = 16, 3, 8
+# where something is drafted, sizes come in larger steps: a seat that nobody takes has no rows of the target's pass
+DRAFTING_SEATS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# and where requests are many, a round need not have room for everybody's whole draft: rows for every seat
+MANY_SEATS, MULTIPLE = 12, 8
+ROWS_PER_SEAT = (1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 
-
-MAX_UNUSED = 2**30  # bytes that first runs may leave to the next ones
+MAX_UNUSED = 2**30  # bytes that recordings may leave to the next ones
 PLAIN = Flags(filtered=False, adjusted=False)
-KINDS = (PLAIN, Flags(filtered=True, adjusted=False), Flags(filtered=True, adjusted=True))  # all that is told apart
+OPEN = Flags(filtered=True, adjusted=False, masked=True)
+KINDS = (PLAIN, OPEN, Flags(filtered=True, adjusted=True, masked=True))  # all that is told apart
 
 
 class Part(Enum):
@@ -77,6 +80,7 @@ class Graphs:
         judged = max_num_seats * (1 + lookahead)
         rows = max(judged, NUM_ROWS[-1])
         largest = RoundShape(max_num_seats, rows, judged, lookahead, lookahead, rows, max_len)
+        self._lookahead, self._max_len = lookahead, max_len
         has_drafter = parts.drafting.drafter is not None
         self.buffers = Buffers(runner.cache, runner.vocab_size, largest, has_drafter=has_drafter)
         self._recordings: dict[GraphKey, Recording] = {}
@@ -85,45 +89,42 @@ class Graphs:
         self._pool: Any = None  # of memory; all recordings share it, as they never run at once
         self._stream: torch.cuda.Stream | None = None  # that recordings are made on
         self.num_launched = 0
-        self.compile_seconds = self.record_seconds = 0.0  # spent on first runs, which compile kernels, and on recording
+        self.record_seconds = 0.0  # spent on recording, and on compiling kernels for it
 
     def fitted(self, plan: Sequence[Work], shape: RoundShape) -> RoundShape | None:
-        """The sizes that such a round is recorded for, None if it is too large. Of longer drafts than the round makes
-        itself, only as much is judged."""
+        """The sizes that such a round is recorded for, None if it is too large. No more drafts
+        are judged than the round makes itself; beside prompts those are as long as they can be, or there are none."""
         decoding = all(work.is_round for work in plan)
-        num_seats = self._at_least(len(plan), NUM_SEATS if decoding else FEW_SEATS)
-        drafts = sum(min(work.allowed, shape.depth) for work in plan)
-        wanted = max(sum(work.pending for work in plan) + drafts, 1)
-        judged = num_seats * (1 + shape.depth)
+        depth = shape.depth if decoding else min(shape.depth, 1) * self._lookahead
+        num_seats = self._at_least(len(plan), seat_sizes(depth) if decoding else FEW_SEATS)
+        wanted = max(sum(work.pending + min(work.allowed, depth) for work in plan), 1)
         if decoding:
-            rows = judged = next(size for size in rows_between(num_seats, shape.depth) if size >= wanted)
-        else:
-            larger = [size for size in NUM_ROWS if size >= wanted]
-            if not larger:
-                return None
-            rows = larger[0]
-            judged = min(judged, rows)
-        return replace(
-            shape,
-            num_seats=num_seats,
-            num_rows=rows,
-            num_judged=judged,
-            max_drafts=shape.depth,
-            max_rows=1 + shape.depth if decoding else rows,
-            max_len=self._runner.cache.shape.max_len,
-            misses=True,  # one recording for both
-        )
+            rows = next(size for size in rows_between(num_seats, depth) if size >= wanted)
+            return self._decoding(num_seats, rows, depth, rests=shape.rests)
+        larger = [size for size in NUM_ROWS if size >= wanted]
+        return self._reading(num_seats, larger[0], depth, rests=shape.rests) if larger else None
+
+    def _decoding(self, num_seats: int, rows: int, depth: int, *, rests: bool) -> RoundShape:
+        """A round in which nobody reads a prompt. Of several depths only the draft differs."""
+        widest = min((1 << depth.bit_length()) - 1, max(self._lookahead, depth))
+        return RoundShape(num_seats, rows, rows, widest, depth, 1 + widest, self._max_len, rests)
+
+    def _reading(self, num_seats: int, rows: int, depth: int, *, rests: bool) -> RoundShape:
+        judged = min(num_seats * (1 + depth), rows)
+        return RoundShape(num_seats, rows, judged, depth, depth, rows, self._max_len, rests)
 
     def _at_least(self, count: int, sizes: Sequence[int]) -> int:
         return next(size for size in self._sizes(sizes) if size >= count)
 
     def row_sizes(self, num_requests: int, depth: int) -> list[int]:
         """Numbers of rows that rounds are recorded for in which so many requests decode."""
-        return rows_between(self._at_least(num_requests, NUM_SEATS), depth)
+        return rows_between(self._at_least(num_requests, seat_sizes(depth)), depth)
 
     def round(self, plan: Sequence[Work], shape: RoundShape) -> RecordedRound:
         """Such a round, to be done part by part. What was never recorded is recorded now, before it begins: that
         needs the places where its parts will meet."""
+        for work in plan:
+            work.allowed = min(work.allowed, shape.depth)
         flags = Flags.of([work.request for work in plan])
         keys = self.keys(shape, flags)
         masked = self.keys(shape, replace(flags, masked=True)) if any(work.request.guide for work in plan) else keys
@@ -135,9 +136,7 @@ class Graphs:
 
     def seat(self, plan: Sequence[Work], shape: RoundShape) -> None:
         """Whoever takes part in the next round."""
-        table = self._runner.seat_table(plan, shape)
-        table[2].clamp_(max=shape.max_drafts)
-        upload_to(self.buffers.seat_table(shape.num_seats), table)
+        upload_to(self.buffers.seat_table(shape.num_seats), self._runner.seat_table(plan, shape))
 
     def replay(self, key: GraphKey) -> Recording:
         """Does a part of a round."""
@@ -163,33 +162,26 @@ class Graphs:
         end.synchronize()
         return begin.elapsed_time(end) / count
 
-    def warm_up(self, shapes: Sequence[RoundShape], *, guided: bool) -> None:
+    def warm_up(self, shapes: Sequence[RoundShape]) -> None:
         """Records rounds of these sizes beforehand, for all that may be asked of sampling, which also compiles their
-        kernels; the largest first, so that the others find its memory. `guided`: there may be grammars."""
-        kinds = [replace(kind, masked=masked) for kind in KINDS for masked in ((False, True) if guided else (False,))]
+        kernels; the largest first, so that the others find its memory."""
         for shape in sorted(shapes, key=lambda each: (each.num_rows, each.num_seats), reverse=True):
-            for kind in kinds:
+            for kind in KINDS:
                 self._prepare(self.keys(shape, kind))
 
     def usual_shapes(self, depths: Sequence[int], max_rows: int, *, may_rest: bool) -> list[RoundShape]:
-        """What fitted() says for rounds of so many rows, with such depths: everybody decodes, or prompts are read, the
-        latter with no drafts and with as many as there can be. The others are recorded when they are first met."""
-        max_len = self._runner.cache.shape.max_len
+        """All that fitted() says for rounds of so many rows, with such depths."""
         shapes = []
         for depth in depths:
-            for seats in self._sizes(NUM_SEATS):
+            for seats in self._sizes(seat_sizes(depth)):
                 rests = may_rest and depth == 0
-                shapes += [
-                    RoundShape(seats, rows, rows, depth, depth, 1 + depth, max_len, rests)
-                    for rows in rows_between(seats, depth)
-                ]
-            for seats in self._sizes(FEW_SEATS) if depth in (min(depths), max(depths)) else ():
-                sizes = [size for size in NUM_ROWS if size <= max_rows and size >= seats]
-                judged = seats * (1 + depth)
+                shapes += [self._decoding(seats, rows, depth, rests=rests) for rows in rows_between(seats, depth)]
+            for seats in self._sizes(FEW_SEATS) if depth in (0, self._lookahead) else ():
                 both = (False, True) if may_rest and depth == 0 else (False,)  # prompts that the drafter sees, or not
                 shapes += [
-                    RoundShape(seats, size, min(judged, size), depth, depth, size, max_len, rests)
-                    for size in sizes
+                    self._reading(seats, size, depth, rests=rests)
+                    for size in NUM_ROWS
+                    if seats <= size <= max_rows
                     for rests in both
                 ]
         return shapes
@@ -208,8 +200,8 @@ class Graphs:
             found = self._keys[shape, flags] = Keys(
                 # the same whatever is asked of sampling, and whatever is drafted afterwards
                 GraphKey(Part.FORWARD, passed, PLAIN),
-                # looks at judged rows alone; where logits are adjusted, filters make no difference to the time
-                GraphKey(Part.CHOOSE, judged, replace(flags, filtered=flags.filtered or flags.adjusted)),
+                # looks at judged rows alone
+                GraphKey(Part.CHOOSE, judged, _kind(flags)),
                 # tokens are sampled like the target's, but their logits are not adjusted
                 GraphKey(Part.DRAFT, shape, replace(PLAIN, filtered=flags.filtered and shape.depth > 0)),
             )
@@ -238,18 +230,15 @@ class Graphs:
         return self._parts.draft(step, passed.hidden, buffers.verdict(shape))
 
     def _record(self, key: GraphKey) -> Recording:
-        """First run with nobody seated, so that kernels are compiled and nothing is changed, then record."""
+        """Nothing runs, but kernels are compiled and loaded on the way."""
         begin = time.perf_counter()
         self._clear(key.shape)
-        self._run(key)
-        torch.cuda.synchronize(self._runner.device)
-        compiled = time.perf_counter()
+        self._runner.options.recorded(key.flags)  # tables must not be made while that is recorded
         graph = torch.cuda.CUDAGraph()
         with self._capturing(graph):
             outcomes = self._run(key)
         self._pool = self._pool or graph.pool()
-        self.compile_seconds += compiled - begin
-        self.record_seconds += time.perf_counter() - compiled
+        self.record_seconds += time.perf_counter() - begin
         return Recording(graph, outcomes, self._runner.options.generation)
 
     @contextmanager
@@ -265,7 +254,7 @@ class Graphs:
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             pool = {} if self._pool is None else {"pool": self._pool}
-            graph.capture_begin(**pool, capture_error_mode="thread_local")
+            graph.capture_begin(**pool, capture_error_mode="relaxed")  # kernels may be loaded meanwhile
             try:
                 yield
             finally:
@@ -310,9 +299,19 @@ class RecordedRound:
         return outcomes
 
 
+def seat_sizes(depth: int) -> Sequence[int]:
+    """Numbers of requests that rounds are recorded for in which everybody decodes."""
+    return DRAFTING_SEATS if depth else NUM_SEATS
+
+
 def rows_between(num_seats: int, depth: int) -> list[int]:
     """Numbers of rows of rounds in which requests decode with drafts of such a depth: with room for all drafts, and, if
     requests are many, for parts of them."""
-    parts = min(NUM_PARTS, 1 + depth) if num_seats >= MANY_SEATS and depth else 1
-    rows = [num_seats + -(-num_seats * depth * part // parts) for part in range(1, parts)]
-    return [*(-(-size // MULTIPLE) * MULTIPLE for size in rows), num_seats * (1 + depth)]
+    parts = [each for each in ROWS_PER_SEAT if each < 1 + depth] if num_seats >= MANY_SEATS else []
+    rows = [-(-int(num_seats * each) // MULTIPLE) * MULTIPLE for each in parts]
+    return [*sorted({size for size in rows if size < num_seats * (1 + depth)}), num_seats * (1 + depth)]
+
+
+def _kind(flags: Flags) -> Flags:
+    """What is recorded for such requests: whatever one of the KINDS can do beyond that costs next to nothing."""
+    return next(kind for kind in KINDS if flags.within(kind))

@@ -21,7 +21,7 @@ def guidance_of(plan: Sequence[Work], shape: RoundShape, num_judged: int) -> tup
         guide = work.request.guide
         if guide is None or not work.emits or not work.is_current:
             continue
-        draft = work.request.draft[: min(work.allowed, shape.max_drafts)]
+        draft = work.request.draft[: work.allowed]
         masks = guide.masks(draft)
         if not masks:
             continue

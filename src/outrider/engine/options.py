@@ -52,6 +52,10 @@ class Flags:
     adjusted: bool  # some request's logits are changed before a token is chosen
     masked: bool = False  # some request's grammar forbids something
 
+    def within(self, other: Flags) -> bool:
+        """Whether the other asks for all of it."""
+        return all(theirs or not mine for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
+
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Flags:
         params = [request.params for request in requests]
