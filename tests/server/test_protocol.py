@@ -1,7 +1,9 @@
 """What goes over the link arrives as it was sent, is small, and never keeps its sender waiting."""
 
 import asyncio
-import multiprocessing
+import pickle
+import select
+import socket
 import threading
 import time
 from dataclasses import fields
@@ -17,7 +19,7 @@ from outrider.outputs import Logprob
 from outrider.sampling_params import Guided, SamplingParams, Speculation
 from outrider.server.engine_client import Asked, EngineClient, Limits
 from outrider.server.errors import ApiError, bad_request, too_busy
-from outrider.server.link import Link
+from outrider.server.link import LENGTH, Link
 from outrider.server.protocol import Abort, Accepted, Brought, Ending, Opened, Piece, Refused, Submit
 
 PARAMS = SamplingParams(guided=Guided(json_schema={"type": "object"}), logit_bias={3: 1.5}, stop=["a"], seed=7)
@@ -29,7 +31,7 @@ def row(token: int) -> dict[int, Logprob]:
 
 
 def links() -> tuple[Link, Link]:
-    ours, theirs = multiprocessing.Pipe()
+    ours, theirs = socket.socketpair()
     return Link(ours), Link(theirs)
 
 
@@ -129,6 +131,27 @@ def test_closing_ends_whoever_receives() -> None:
     assert ended.wait(5)
 
 
+# links
+
+
+def test_half_a_message_holds_nobody_up() -> None:
+    """An engine that hangs, or dies, while it says something must not take the front with it."""
+    ours, theirs = socket.socketpair()
+    link = Link(ours)
+    whole = [LENGTH.pack(len(each)) + each for each in map(pickle.dumps, ("first", "x" * 3_000_000))]
+    theirs.sendall(whole[0] + whole[1][:1000])
+    assert list(link.take()) == ["first"]
+    assert list(link.take()) == []
+    writer = threading.Thread(target=theirs.sendall, args=(whole[1][1000:] + whole[0] + whole[1][:3],))
+    writer.start()
+    assert link.receive() == "x" * 3_000_000
+    writer.join()
+    assert list(link.take()) == ["first"]
+    theirs.close()
+    with pytest.raises(EOFError):
+        list(link.take())
+
+
 # the front's side alone
 
 
@@ -143,7 +166,7 @@ def test_what_queued_up_is_read_at_once() -> None:
         there.send(Accepted(job.number, None))
         for _ in range(5):
             there.send(Brought(1, False, [_of(job.number)], []))
-        wait_for(lambda: here.has_message)
+        wait_for(lambda: select.select([here], [], [], 0)[0])
         await asyncio.sleep(0.05)
         client.start()
         await job.accepted()

@@ -85,6 +85,7 @@ class Graphs:
         self.buffers = Buffers(runner.cache, runner.vocab_size, largest, has_drafter=has_drafter)
         self._recordings: dict[GraphKey, Recording] = {}
         self._keys: dict[tuple[RoundShape, Flags], Keys] = {}
+        self._begun: set[tuple[Part, Flags, int, bool]] = set()  # kinds of parts that have been run
         self._latest: list[Recording] = []  # the parts of the last round
         self._pool: Any = None  # of memory; all recordings share it, as they never run at once
         self._stream: torch.cuda.Stream | None = None  # that recordings are made on
@@ -230,10 +231,15 @@ class Graphs:
         return self._parts.draft(step, passed.hidden, buffers.verdict(shape))
 
     def _record(self, key: GraphKey) -> Recording:
-        """Nothing runs, but kernels are compiled and loaded on the way."""
+        """Of every kind of part one is run first, with nobody seated, so that nothing changes: what is made only once
+        must not be made while that is recorded. The others are recorded as they are; kernels are compiled and loaded on
+        the way."""
         begin = time.perf_counter()
         self._clear(key.shape)
-        self._runner.options.recorded(key.flags)  # tables must not be made while that is recorded
+        kind = (key.part, key.flags, key.shape.depth, key.shape.rests)
+        if kind not in self._begun:
+            self._begun.add(kind)
+            self._run(key)
         graph = torch.cuda.CUDAGraph()
         with self._capturing(graph):
             outcomes = self._run(key)

@@ -194,8 +194,8 @@ class EngineClient:
     def _read(self) -> None:
         """All that is there: what has queued up for a stream is then sent together."""
         try:
-            while self._link.has_message:
-                self._handle(self._link.receive())
+            for message in self._link.take():
+                self._handle(message)
         except (EOFError, OSError):
             self._stop_reading()
             if not self._stopping and not self.is_dead:

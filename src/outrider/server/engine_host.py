@@ -6,13 +6,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ class ProcessHost:
 
     def __init__(self, opening: Opening) -> None:
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
+        ours, theirs = socket.socketpair()
         self.process = context.Process(target=_main, args=(theirs, opening), name="outrider-engine")
         with _undisturbed():
             self.process.start()
@@ -128,13 +128,13 @@ def _undisturbed() -> Iterator[None]:
 # in the process
 
 
-def _main(connection: Connection, opening: Opening) -> None:
+def _main(end: socket.socket, opening: Opening) -> None:
     for each in IGNORED:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    os.set_inheritable(connection.fileno(), False)  # whatever is started here must not keep the link open
+    os.set_inheritable(end.fileno(), False)  # whatever is started here must not keep the link open
     threading.Thread(target=_end_with_parent, name="outrider-parent", daemon=True).start()
-    link, status = Link(connection), 1
+    link, status = Link(end), 1
     try:
         llm = _open(opening, link)
         if llm is not None:
@@ -195,7 +195,7 @@ class ThreadHost:
     def __init__(self, llm: LLM, model_name: str) -> None:
         from outrider.server.engine_loop import EngineLoop, opened
 
-        ours, theirs = multiprocessing.Pipe()
+        ours, theirs = socket.socketpair()
         self.link, self._theirs = Link(ours), Link(theirs)
         self.loop, self.model = EngineLoop(llm, self._theirs, model_name), opened(llm)
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
