@@ -1,6 +1,7 @@
 """What goes over the link arrives as it was sent, is small, and never keeps its sender waiting."""
 
 import asyncio
+import os
 import pickle
 import select
 import socket
@@ -150,6 +151,25 @@ def test_half_a_message_holds_nobody_up() -> None:
     theirs.close()
     with pytest.raises(EOFError):
         list(link.take())
+
+
+def test_a_file_that_does_not_block_loses_nothing() -> None:
+    """uvloop makes files so that it watches; a message may be larger than what the system holds for the other side."""
+    here, there = links()
+    for each in (here, there):
+        os.set_blocking(each.fileno(), False)
+    for sender, receiver in ((here, there), (there, here)):
+        found: list[Any] = []
+        reader = threading.Thread(target=lambda end=receiver, found=found: found.extend(end.receive() for _ in "ab"))
+        reader.start()
+        time.sleep(0.05)
+        sender.send("x" * 20_000_000)
+        sender.send("last")
+        reader.join(20)
+        assert [len(each) for each in found] == [20_000_000, 4]
+        sender.send("y" * 20_000_000)  # nobody reads it yet
+        time.sleep(0.05)
+        assert receiver.receive() == "y" * 20_000_000
 
 
 # the front's side alone

@@ -3,6 +3,7 @@ yet stays here, so a slow front cannot hold up a round, nor a long prompt the ev
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import struct
@@ -14,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 FLUSH_SECONDS = 5.0
+WAIT_SECONDS = 3600.0  # at a time: whoever waits goes on waiting
 CHUNK = 1 << 20  # bytes that are read at once
 LENGTH = struct.Struct("!Q")  # comes before every message
 
@@ -21,6 +23,7 @@ LENGTH = struct.Struct("!Q")  # comes before every message
 class Link:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        end.settimeout(WAIT_SECONDS)  # its file never blocks, as some event loops see to: waiting is ours
         self._incoming = bytearray()
         self._outgoing: SimpleQueue[Any] = SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="outrider-link", daemon=True)
@@ -33,7 +36,8 @@ class Link:
     def receive(self) -> Any:
         """Waits for a message; EOFError or OSError where the other end has gone."""
         while (found := self._next()) is None:
-            self._fill()
+            with suppress(TimeoutError):
+                self._fill(self._socket.recv(CHUNK))
         return pickle.loads(found)
 
     def take(self) -> Iterator[Any]:
@@ -42,10 +46,9 @@ class Link:
             while True:
                 while (found := self._next()) is not None:
                     yield pickle.loads(found)
-                self._fill(socket.MSG_DONTWAIT)
+                self._fill(os.read(self._socket.fileno(), CHUNK))
 
-    def _fill(self, flags: int = 0) -> None:
-        read = self._socket.recv(CHUNK, flags)
+    def _fill(self, read: bytes) -> None:
         if not read:
             raise EOFError("the other end has gone")
         self._incoming += read
@@ -75,7 +78,13 @@ class Link:
     def _write(self) -> None:
         while (message := self._outgoing.get()) is not None:
             try:
-                self._socket.sendall(LENGTH.pack(len(message)))
-                self._socket.sendall(message)
+                self._write_all(LENGTH.pack(len(message)))
+                self._write_all(message)
             except OSError:
                 return
+
+    def _write_all(self, message: bytes) -> None:
+        left = memoryview(message)
+        while left:
+            with suppress(TimeoutError):
+                left = left[self._socket.send(left) :]
