@@ -172,6 +172,22 @@ def test_a_file_that_does_not_block_loses_nothing() -> None:
         assert receiver.receive() == "y" * 20_000_000
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+def test_a_link_that_cannot_send_is_closed(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or whoever waits for an answer would wait for ever."""
+    here, there = links()
+
+    def fail(message: bytes) -> None:
+        raise error
+
+    monkeypatch.setattr(here, "_write_all", fail)
+    here.send("lost")
+    for each in (here, there):
+        with pytest.raises(EOFError):
+            each.receive()
+
+
 # the front's side alone
 
 

@@ -72,16 +72,21 @@ class Link:
         The file itself is closed when nobody holds it any more: a thread may be reading from it."""
         self._outgoing.put(None)
         self._writer.join(FLUSH_SECONDS)
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._end()
 
     def _write(self) -> None:
-        while (message := self._outgoing.get()) is not None:
-            try:
-                self._write_all(LENGTH.pack(len(message)))
-                self._write_all(message)
-            except OSError:
-                return
+        """Where it fails, nobody may go on waiting for what was to be sent: both ends find the link closed."""
+        try:
+            with suppress(OSError):
+                while (message := self._outgoing.get()) is not None:
+                    self._write_all(LENGTH.pack(len(message)))
+                    self._write_all(message)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _write_all(self, message: bytes) -> None:
         left = memoryview(message)
