@@ -177,6 +177,7 @@ class EngineConfig:
     num_predicted_tokens: int = 16  # drafted at once from a request's own prediction, at most
     watchdog: WatchdogConfig | None = WatchdogConfig()
     enforce_eager: bool = False  # no CUDA graphs
+    quantization: str | None = None  # on a GPU: round matrices of the target to "fp8" or "int4" as they are loaded
     exact: bool = False  # on a GPU too, no token depends on what else is computed with it, to the last bit
     threads: int | None = None  # of the CPU, for the whole process; None: as many as the machine has to spare
 
@@ -189,6 +190,11 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.quantization not in (None, "fp8", "int4"):
+            raise ValueError(
+                f'quantization is "fp8" or "int4", not {self.quantization!r}: leave it out '
+                "for files that are quantised already, which are recognised"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0, at most 1, not {self.gpu_memory_utilization!r}")
         if self.max_model_len is not None and self.max_model_len < 2:

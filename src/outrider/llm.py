@@ -55,6 +55,7 @@ class LLM:
         num_predicted_tokens: int = 16,
         watchdog: WatchdogConfig | bool | None = True,
         enforce_eager: bool = False,
+        quantization: str | None = None,
         exact: bool = False,
         threads: int | None = None,
         progress: Progress | None = None,
@@ -80,6 +81,7 @@ class LLM:
             num_predicted_tokens=num_predicted_tokens,
             watchdog=(WatchdogConfig() if watchdog else None) if isinstance(watchdog, bool) else watchdog,
             enforce_eager=enforce_eager,
+            quantization=quantization,
             exact=exact,
             threads=threads,
         )

@@ -24,6 +24,7 @@ _FORCE_HELP = "Use the drafter even if it agrees with nothing, and draft as much
 _ADAPTIVE_HELP = "Always draft as much as possible, also where it does not pay."
 _THREADS_HELP = "Threads of the CPU. By default, one for every processor that others leave."
 _LENGTH_HELP = "Longest context, prompt and answer together."
+_QUANTIZATION_HELP = "On a GPU: round the target's matrices to fp8 or int4 as they are loaded."
 _EXACT_HELP = "On a GPU: the bits of a token do not depend on what else is computed with it."
 _CHAT_HELP = "Put prompts through the chat template. By default, if the model has one."
 _PROMPTS_HELP = 'JSONL with "prompt", "turns" or "prompt_token_ids" on each line.'
@@ -43,6 +44,7 @@ Dtype = Annotated[str, option(ENGINE, "--dtype", metavar="NAME", help="float32, 
 Device = Annotated[str, option(ENGINE, "--device", metavar="NAME", help="cpu, cuda, cuda:N or auto.")]
 MaxModelLen = Annotated[int | None, option(ENGINE, "--max-model-len", metavar="N", help=_LENGTH_HELP)]
 Threads = Annotated[int | None, option(ENGINE, "--threads", metavar="N", help=_THREADS_HELP, min=1)]
+Quantization = Annotated[str | None, option(ENGINE, "--quantization", metavar="NAME", help=_QUANTIZATION_HELP)]
 Exact = Annotated[bool, option(ENGINE, "--exact", help=_EXACT_HELP)]
 Eager = Annotated[bool, option(ENGINE, "--enforce-eager", help="On a GPU: no CUDA graphs.")]
 PromptFile = Annotated[
@@ -67,6 +69,7 @@ class EngineOptions:
     device: Device = "auto"
     max_model_len: MaxModelLen = None
     threads: Threads = None
+    quantization: Quantization = None
     exact: Exact = False
     enforce_eager: Eager = False
 
@@ -93,6 +96,7 @@ class EngineOptions:
             **vars(batch_limits(self.device)),
             "max_model_len": self.max_model_len,
             "threads": self.threads,
+            "quantization": self.quantization,
             "exact": self.exact,
             "enforce_eager": self.enforce_eager,
         }
@@ -117,6 +121,7 @@ class EngineOptions:
             "--device": self.device,
             "--max-model-len": self.max_model_len,
             "--threads": self.threads,
+            "--quantization": self.quantization,
         }
         flags = {
             "--no-draft": self.no_draft,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,14 @@ from outrider.engine.loader import (
     build_target,
     building,
     can_keep_blocks,
+    keeps_few_bits,
     lives_in_target,
     load_weights,
 )
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
+from outrider.kernels.quantised import Kind
 from outrider.layers.exact import make_exact
+from outrider.layers.linear import deferred
 from outrider.layers.packing import held_bytes, pack_weights, share_blocks
 from outrider.models.base import Target
 from outrider.preflight import refuse_drafter
@@ -117,7 +121,10 @@ def open_pair(
     try:
         dtype = config.torch_dtype(_stored_dtype(checkpoint.config))
         drafter: Drafter | None = None
-        with startup.timed("models"), building(config.torch_device, dtype):
+        kind = Kind(config.quantization) if config.quantization is not None else None
+        keeps = keeps_few_bits(checkpoint, config.torch_device, kind)
+        defers = deferred() if keeps else nullcontext()
+        with startup.timed("models"), building(config.torch_device, dtype), defers:
             target = build_target(checkpoint)
             if config.speculative is not None:
                 if config.speculative.model is not None:
@@ -132,10 +139,14 @@ def open_pair(
         loaded: list[tuple[Target | Drafter, Checkpoint]] = [(target, checkpoint)]
         if drafter is not None and drafter_checkpoint is not None:
             loaded.append((drafter, drafter_checkpoint))
-        budget = plan_memory(_bounded(config, target), demand_of(target, drafter), _weight_bytes(loaded))
+        bounded, demand = _bounded(config, target), demand_of(target, drafter)
+        if not keeps:
+            budget = plan_memory(bounded, demand, _weight_bytes(loaded))
         with startup.timed("weights"):
-            _load(loaded, progress)
+            _load(loaded, progress, kind)
         held = held_bytes(*(module for module, _ in loaded))
+        if keeps:  # what it comes to is known only now
+            budget = plan_memory(bounded, demand, held)
         budget = replace(budget, weight_bytes=held, drafter_bytes=held - held_bytes(target))
         if config.torch_device.type == "cpu":
             target.register_forward_pre_hook(lambda *_: threads.adjust())
@@ -152,11 +163,12 @@ def open_pair(
             drafter_checkpoint.close()
 
 
-def _load(loaded: Sequence[tuple[Target | Drafter, Checkpoint]], progress: Progress | None) -> None:
-    """Weights, in the forms that they are computed with."""
+def _load(loaded: Sequence[tuple[Target | Drafter, Checkpoint]], progress: Progress | None, kind: Kind | None) -> None:
+    """Weights, in the forms that they are computed with. `kind`: what those of the target are rounded to."""
     kept: KeptBlocks = {}
     for module, source in loaded:
-        load_weights(module, source, progress, kept if can_keep_blocks(module, source) else None)
+        to = None if isinstance(module, Drafter) else kind
+        load_weights(module, source, progress, kept if can_keep_blocks(module, source) else None, to)
     for module, _ in loaded:
         share_blocks(module, kept)
         if isinstance(module, Drafter):

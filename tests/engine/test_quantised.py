@@ -1,7 +1,6 @@
 """Quantised checkpoints: what slow and obvious code packs in each format reads back exactly.
 References that are not ours: transformers' own code for fp8 and mxfp4, and its models after it dequantised them."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantised_models import quantise_model, save
 from quantised_packing import (
     WAYS,
     Memory,
@@ -25,7 +25,6 @@ from quantised_packing import (
     random_numbers,
     random_scale,
 )
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
@@ -287,35 +286,6 @@ def test_mxfp4(seed: int, num_experts: int, num_rows: int, num_blocks: int) -> N
 
 
 # Whole models
-
-
-def save(path: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    """Every second tensor in one file and the rest in another, so that weights and scales are apart."""
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    for shard in range(2):
-        held = {name: tensors[name].contiguous() for name in sorted(tensors)[shard::2]}
-        save_file(held, path / f"model-{shard}.safetensors", metadata={"format": "pt"})
-    weight_map = {name: f"model-{place % 2}.safetensors" for place, name in enumerate(sorted(tensors))}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return path
-
-
-def quantise_model(path: Path, way: str) -> tuple[Path, Path]:
-    """A tiny model quantised, and the same numbers as a dense model."""
-    quantise, quantization = WAYS[way]
-    model = tiny.reference("llama", num_hidden_layers=2)
-    stored: Tensors = {}
-    dense: Tensors = {}
-    for name, tensor in model.state_dict().items():
-        if re.search(r"_proj\.weight$", name):
-            parts, dense[name] = quantise(tensor)
-            stored |= {name.removesuffix(".weight") + part.removeprefix("x"): parts[part] for part in parts}
-        else:
-            stored[name] = dense[name] = tensor
-    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
-    quantised = save(path / "quantised", {**config, "quantization_config": quantization}, stored)
-    return quantised, save(path / "dense", config, dense)
 
 
 def answers(path: Path) -> list[list[int]]:

@@ -16,8 +16,12 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, drafters
 from outrider.engine.gguf import GgufCheckpoint
 from outrider.engine.host_memory import use_large_pages
-from outrider.kernels.dispatch import use_native
+from outrider.engine.quantised import QuantisedCheckpoint
+from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.packed import Packed, pack_blocks
+from outrider.kernels.quantised import Kind, Quantised, joined, quantise
+from outrider.layers.embedding import Embedding
+from outrider.layers.linear import give_memory
 from outrider.layers.packing import gains_from_packing, packable
 from outrider.models.base import Target, targets
 from outrider.threads import threads
@@ -75,14 +79,19 @@ def _recognised(checkpoint: Checkpoint | None) -> str:
     return best
 
 
-KeptBlocks = dict[nn.Parameter, Packed]  # weights that stay as a GGUF file stores them, instead of floats
+KeptBlocks = dict[nn.Parameter, Packed | Quantised]  # weights that stay in few bits, instead of floats
 
 
 def load_weights(
-    module: Target | Drafter, checkpoint: Checkpoint, progress: Progress | None = None, kept: KeptBlocks | None = None
+    module: Target | Drafter,
+    checkpoint: Checkpoint,
+    progress: Progress | None = None,
+    kept: KeptBlocks | None = None,
+    kind: Kind | None = None,
 ) -> None:
     """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it. Where `kept` is given,
-    quantised matrices that can be used as they are come there, and their parameters stay without memory."""
+    quantised matrices that can be used as they are come there, and their parameters stay without memory; so do others,
+    rounded to numbers of this kind, where one is given."""
     weights = module.weights()
     parameters = dict(module.named_parameters())
     assert weights.keys() == parameters.keys(), weights.keys() ^ parameters.keys()
@@ -97,12 +106,16 @@ def load_weights(
     surplus = {actual[name] for name in present - used if not module.ignores(name)}
     _complain(checkpoint, "has, but nothing uses,", surplus, "the config.json does not describe these weights")
     keepable = {layer.weight for layer in packable(module)}
+    if not isinstance(checkpoint, GgufCheckpoint):  # rows of an embedding are looked up, not computed with
+        keepable -= {layer.weight for layer in packable(module) if isinstance(layer, Embedding)}
     for done, (name, weight) in enumerate(weights.items()):
         stored = replace(weight, names=tuple(actual[source] for source in weight.names))
         parameter = parameters[name]
         keeps = kept is not None and parameter in keepable and _keep_blocks(parameter, checkpoint, name, stored, kept)
         if not keeps:
             _fill(parameter, checkpoint, name, stored)
+            if kind is not None and kept is not None and parameter in keepable:
+                _keep(parameter, quantise(parameter.detach(), kind), kept)
         threads.adjust()
         if progress is not None:
             progress(str(checkpoint.path), done + 1, len(weights))
@@ -111,24 +124,50 @@ def load_weights(
 def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint) -> bool:
     """Whether quantised weights can be computed with as they are: by native kernels, and if it is worth it."""
     floats = next(module.parameters())
-    is_gguf = isinstance(checkpoint, GgufCheckpoint)
     with torch.inference_mode():
-        return is_gguf and use_native(floats) and gains_from_packing(module)
+        if isinstance(checkpoint, GgufCheckpoint):
+            return use_native(floats) and gains_from_packing(module)
+        return not isinstance(checkpoint, GgufCheckpoint) and use_triton(floats)
+
+
+def keeps_few_bits(checkpoint: Checkpoint, device: torch.device, kind: Kind | None) -> bool:
+    """Whether matrices of this checkpoint stay in few bits on a GPU."""
+    with torch.inference_mode():
+        is_able = use_triton(torch.empty(0, device=device))
+    if kind is not None and not is_able:
+        raise ValueError(f"quantization {kind.value} is for GPUs, with Triton: leave it out, or use a quantised file")
+    return is_able and (kind is not None or isinstance(checkpoint, QuantisedCheckpoint))
 
 
 def _keep_blocks(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight, kept: KeptBlocks) -> bool:
     """False where the tensors are not all quantised."""
-    assert isinstance(checkpoint, GgufCheckpoint)
-    if weight.combine is not None or not all(map(checkpoint.in_blocks, weight.names)):
+    if weight.combine is not None:
         return False
-    _parts(parameter, checkpoint, name, weight)  # complains about shapes
-    kept[parameter] = pack_blocks([checkpoint.blocks(source) for source in weight.names])
-    # the shape without the memory; whoever reads it all the same finds out
-    parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+    if isinstance(checkpoint, GgufCheckpoint):
+        if not all(map(checkpoint.in_blocks, weight.names)):
+            return False
+        _parts(parameter, checkpoint, name, weight)  # complains about shapes
+        return _keep(parameter, pack_blocks([checkpoint.blocks(source) for source in weight.names]), kept)
+    if not isinstance(checkpoint, QuantisedCheckpoint):
+        return False
+    _parts(parameter, checkpoint, name, weight)
+    parts = [checkpoint.quantised(source, parameter.device) for source in weight.names]
+    found = [part for part in parts if part is not None]
+    return _keep(parameter, joined(found) if len(found) == len(parts) else None, kept)
+
+
+def _keep(parameter: nn.Parameter, form: Packed | Quantised | None, kept: KeptBlocks) -> bool:
+    """Instead of the parameter's own memory. It has its shape still, and whoever reads it all the same finds out."""
+    if form is None:
+        return False
+    kept[parameter] = form
+    nothing = torch.full((1,), torch.nan, dtype=parameter.dtype, device=parameter.device)
+    parameter.data = nothing.expand(parameter.shape)
     return True
 
 
 def _fill(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight) -> None:
+    give_memory(parameter)
     use_large_pages(parameter)
     with torch.no_grad():
         if weight.combine is not None:

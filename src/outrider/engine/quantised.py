@@ -1,11 +1,14 @@
 """Checkpoints whose weights are stored in few bits, shown as dense ones: the numbers are restored as they are read.
 Which tensors make up a weight, and how, is up to the formats in quantised_formats.py."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from outrider.engine.quantised_formats import FORMATS, Format
 from outrider.engine.quantised_weight import FLOAT8_TYPES, Settings, Stored
+from outrider.kernels.quantised import Quantised
 from outrider.types import Checkpoint
 
 ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale")  # for keys and values in few bits, which ours are not
@@ -59,6 +62,13 @@ class QuantisedCheckpoint:
         if tensor.dtype in FLOAT8_TYPES or tensor.dtype == torch.int8:
             raise stored.broken("values", f"is {tensor.dtype}, but no scale comes with it")
         return tensor
+
+    def quantised(self, name: str, device: torch.device) -> Quantised | None:
+        """A matrix as kernels compute with it, on this device; None where it is not quantised, or has no such form."""
+        stored = self._find(name)
+        if "scale" not in stored.parts or len(self.shape(name)) != 2:
+            return None
+        return self._format.blocks(replace(stored, device=device)).quantised()
 
     def close(self) -> None:
         self._inner.close()

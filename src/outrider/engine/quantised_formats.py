@@ -7,7 +7,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -51,7 +51,11 @@ class Format(ABC):
     def shape(self, stored: Stored) -> Shape: ...
 
     @abstractmethod
-    def dense(self, stored: Stored) -> Tensor: ...
+    def blocks(self, stored: Stored) -> Blocks:
+        """Of a matrix, or of several."""
+
+    def dense(self, stored: Stored) -> Tensor:
+        return self.blocks(stored).dense()
 
 
 class Fp8(Format):
@@ -72,11 +76,11 @@ class Fp8(Format):
     def shape(self, stored: Stored) -> Shape:
         return stored.shape("values")
 
-    def dense(self, stored: Stored) -> Tensor:
+    def blocks(self, stored: Stored) -> Blocks:
         values = stored.tensor("values")
         if values.dtype not in FLOAT8_TYPES or values.ndim < 2:
             raise stored.broken("values", f"is {values.dtype} of shape {tuple(values.shape)}, not a float8 matrix")
-        return Blocks(values, *stored.per_block("scale", tuple(values.shape), self._sizes)).dense()
+        return Blocks(values, *stored.per_block("scale", tuple(values.shape), self._sizes))
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ class CompressedTensors(Format):
     def shape(self, stored: Stored) -> Shape:
         return tuple(stored.tensor("shape").tolist()) if "packed" in stored.parts else stored.shape("values")
 
-    def dense(self, stored: Stored) -> Tensor:
+    def blocks(self, stored: Stored) -> Blocks:
         scheme, shape = self._scheme_of(stored), self.shape(stored)
         if len(shape) < 2:
             raise stored.broken("scale", f"belongs to a weight of shape {shape}, which is no matrix")
@@ -162,16 +166,16 @@ class CompressedTensors(Format):
             values = unpack(stored.sized("packed", words, torch.int32), -1, shape[-1], scheme.num_bits)
         else:
             values = stored.sized("values", shape, torch.int8 if scheme.kind == "int" else torch.float8_e4m3fn)
-        blocks = Blocks(values, scale, size, self._zero(stored, scheme, tuple(scale.shape)))
-        if "groups" not in stored.parts or (stored.tensor("groups") == -1).all():  # -1: the columns are in order
-            return blocks.dense()
-        return blocks.with_groups(stored.groups("groups", shape[-1], scale.shape[-1])).dense()
+        zero, groups = self._zero(stored, scheme, tuple(scale.shape)), None
+        if "groups" in stored.parts and not (stored.tensor("groups") == -1).all():  # -1: the columns are in order
+            groups = stored.groups("groups", shape[-1], scale.shape[-1])
+        return Blocks(values, scale, size, zero, groups, scheme.num_bits)
 
     def _zero(self, stored: Stored, scheme: Scheme, grid: Shape) -> Tensor | None:
         """Zero points, one a block. Numbers are packed without sign, moved up by half their range, and so are these."""
         middle = 1 << (scheme.num_bits - 1) if "packed" in stored.parts else 0
         if "zero" not in stored.parts:
-            return torch.full(grid, middle, device="cpu") if middle else None
+            return torch.full(grid, middle, device=stored.device) if middle else None
         if middle and stored.tensor("zero").dtype == torch.int32:  # packed as well, along the rows
             words = (*grid[:-2], num_words(grid[-2], scheme.num_bits), grid[-1])
             return unpack(stored.sized("zero", words), -2, grid[-2], scheme.num_bits)
@@ -231,7 +235,7 @@ class Gptq(Format):
             return (num_rows, *stored.shape("groups", 1))
         return (num_rows, num_columns * 32 // self._num_bits)
 
-    def dense(self, stored: Stored) -> Tensor:
+    def blocks(self, stored: Stored) -> Blocks:
         num_rows, num_columns = self.shape(stored)
         group_size = self._size[1] or num_columns
         num_groups = math.ceil(num_columns / group_size)
@@ -242,16 +246,17 @@ class Gptq(Format):
             stored.sized("scale", (num_groups, num_rows)).T,
             (1, group_size),
             unpack(zeros + self._ones, 1, num_rows, self._num_bits).T,
+            num_bits=self._num_bits,
         )
-        in_order = torch.arange(num_columns, device="cpu") // group_size
+        in_order = torch.arange(num_columns, device=stored.device) // group_size
         groups = stored.groups("groups", num_columns, num_groups) if "groups" in stored.parts else in_order
         if "groups" not in stored.parts and self._reordered:
             raise stored.broken("packed", f"comes without {stored.name.removesuffix('.weight')}.g_idx (desc_act is on)")
         if torch.equal(groups, in_order):
-            return blocks.dense()
+            return blocks
         if not self._reordered:
             raise stored.broken("groups", "changes the order of the columns, though desc_act is off")
-        return blocks.with_groups(groups).dense()
+        return replace(blocks, groups=groups)
 
 
 class Awq(Format):
@@ -281,7 +286,7 @@ class Awq(Format):
         num_columns, words = stored.shape("packed", 2)
         return (words * 8, num_columns)
 
-    def dense(self, stored: Stored) -> Tensor:
+    def blocks(self, stored: Stored) -> Blocks:
         num_rows, num_columns = self.shape(stored)
         group_size = self._size[1] or num_columns
         num_groups = math.ceil(num_columns / group_size)
@@ -292,7 +297,8 @@ class Awq(Format):
             stored.sized("scale", (num_groups, num_rows)).T,
             (1, group_size),
             unpack(zeros, 1, num_rows, 4, self.SHIFTS).T,
-        ).dense()
+            num_bits=4,
+        )
 
 
 class Mxfp4(Format):
@@ -310,16 +316,24 @@ class Mxfp4(Format):
         num_experts, num_rows, num_blocks, _ = stored.shape("packed", 4)
         return (num_experts, num_blocks * 32, num_rows)
 
+    def blocks(self, stored: Stored) -> Blocks:
+        grid, packed = self._packed(stored)
+        values = functional.embedding(packed.int(), self._pairs).flatten(-2)
+        return Blocks(values, stored.sized("scale", grid, torch.uint8), (1, 32))
+
     def dense(self, stored: Stored) -> Tensor:
-        num_experts, num_columns, num_rows = self.shape(stored)
-        grid = (num_experts, num_rows, num_columns // 32)
-        packed = stored.sized("packed", (*grid, 16), torch.uint8)
+        grid, packed = self._packed(stored)
         scale = stored.sized("scale", grid, torch.uint8)
-        dense = torch.empty(num_experts, num_rows, num_columns, dtype=torch.float32, device="cpu")
-        for expert in range(num_experts):  # one by one, for unpacking takes several times the memory
+        dense = torch.empty(*grid[:2], 32 * grid[2], dtype=torch.float32, device="cpu")
+        for expert in range(len(dense)):  # one by one, for unpacking takes several times the memory
             values = functional.embedding(packed[expert].int(), self._pairs).flatten(1)
             dense[expert] = Blocks(values, scale[expert], (1, 32)).dense()
         return dense.mT
+
+    def _packed(self, stored: Stored) -> tuple[Shape, Tensor]:
+        num_experts, num_columns, num_rows = self.shape(stored)
+        grid = (num_experts, num_rows, num_columns // 32)
+        return grid, stored.sized("packed", (*grid, 16), torch.uint8)
 
 
 FORMATS: dict[str, type[Format]] = {

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outrider.kernels.quantised import Kind, Quantised, is_packable, pack_numbers
 from outrider.types import Checkpoint
 
 Shape = tuple[int, ...]
 Size = tuple[int, int]  # rows and columns of a block
 WHOLE = 0  # as many rows or columns as there are
 PER_TENSOR, PER_ROW = (WHOLE, WHOLE), (1, WHOLE)
+CPU = torch.device("cpu")
 FLOAT8_TYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 
 
@@ -65,6 +67,7 @@ class Stored:
     checkpoint: Checkpoint
     name: str  # of the dense weight
     parts: dict[str, str]  # "values" or "packed"; "scale", "zero", ...; and the name of each
+    device: torch.device = CPU  # where its tensors are taken to
 
     def shape(self, part: str, num_dims: int | None = None) -> Shape:
         shape = self.checkpoint.shape(self.parts[part])
@@ -73,7 +76,7 @@ class Stored:
         return shape
 
     def tensor(self, part: str) -> Tensor:
-        return self.checkpoint.tensor(self.parts[part])
+        return self.checkpoint.tensor(self.parts[part]).to(self.device)
 
     def sized(self, part: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
         """A part that must have this shape, and this type where one is given."""
@@ -116,8 +119,13 @@ class Blocks:
     scale: Tensor  # [..., ceil(N / rows), ceil(K / columns)]
     size: Size
     zero: Tensor | None = None  # like scale; None: 0
+    groups: Tensor | None = None  # [K]: which block each column belongs to; None: they are in order
+    num_bits: int = 8
 
     def dense(self) -> Tensor:
+        if self.groups is not None:  # each column gets the scale of its group
+            zero = None if self.zero is None else self.zero[..., self.groups]
+            return Blocks(self.values, self.scale[..., self.groups], (self.size[0], 1), zero).dense()
         num_columns, columns = self.values.shape[-1], self.size[1]
         padding = -num_columns % columns
         values = self.values.float()
@@ -129,14 +137,43 @@ class Blocks:
         values *= self._spread(_scale_values(self.scale))
         return values.flatten(-2)[..., :num_columns].contiguous()
 
-    def with_groups(self, groups: Tensor) -> "Blocks":
-        """The same with columns that belong to groups in any order: each column gets the scale of its group."""
-        zero = None if self.zero is None else self.zero[..., groups]
-        return Blocks(self.values, self.scale[..., groups], (self.size[0], 1), zero)
+    def quantised(self) -> Quantised | None:
+        """As kernels compute with it; None where they know no such form."""
+        found = self._numbers()
+        num_columns, columns = self.values.shape[-1], self.size[1]
+        if found is None or self.values.ndim != 2 or not is_packable(num_columns, columns, found[0]):
+            return None
+        kind, numbers, middle = found
+        scale = self._rows(_scale_values(self.scale) if self.scale.dtype == torch.uint8 else self.scale)
+        zero = None if self.zero is None else self._rows(self.zero.float())
+        offset = None if zero is None or (zero == middle).all() else (middle - zero) * scale.float()
+        if self.groups is None:
+            return pack_numbers(kind, numbers, scale, offset)
+        order = self.groups.argsort(stable=True)
+        if (self.groups.bincount(minlength=scale.shape[1]) != columns).any():
+            return None
+        return pack_numbers(kind, numbers[:, order], scale, offset, order)
+
+    def _numbers(self) -> tuple[Kind, Tensor, int] | None:
+        """Their kind, one a byte, and what was taken off each of them."""
+        values = self.values
+        if values.dtype == torch.float8_e4m3fn:
+            return Kind.FP8, values.view(torch.uint8), 0
+        if values.dtype == torch.int8:
+            return Kind.INT8, values.contiguous().view(torch.uint8), 0
+        if values.dtype == torch.uint8 and self.num_bits == 4:
+            return Kind.INT4, values, 8
+        if values.dtype == torch.uint8 and self.num_bits == 8:
+            return Kind.INT8, values ^ 128, 128
+        return None
+
+    def _rows(self, numbers: Tensor) -> Tensor:
+        """A number a block becomes one a row of the block, [N, ceil(K / columns)]."""
+        return numbers.repeat_interleave(self.size[0], -2)[..., : self.values.shape[-2], :]
 
     def _spread(self, numbers: Tensor) -> Tensor:
         """A number a block becomes a number a row of the block, [..., N, ceil(K / columns), 1]."""
-        return numbers.repeat_interleave(self.size[0], -2)[..., : self.values.shape[-2], :].unsqueeze(-1)
+        return self._rows(numbers).unsqueeze(-1)
 
 
 def unpack(words: Tensor, dim: int, length: int, num_bits: int, shifts: Sequence[int] = ()) -> Tensor:

@@ -8,6 +8,9 @@ from outrider.kernels import native
 from outrider.kernels.activation import silu_mul
 from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.packed import Packed
+from outrider.kernels.quantised import Quantised
+
+MANY_ROWS = 64  # of the input: widening a matrix in few bits, for a library's product, is faster
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -22,7 +25,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    packed: Packed | None = None,
+    packed: Packed | Quantised | None = None,
     *,
     residual: Tensor | None = None,
     exact: bool = False,
@@ -31,6 +34,12 @@ def linear(
     """x [T, in], weight [out, in], bias [out] -> [T, out], plus residual [T, out]; `packed` is the same weight in a
     smaller form. `exact`: on a GPU too, a row's bits do not depend on how many others there are. `out`: where to put
     the result."""
+    if isinstance(packed, Quantised):
+        if _is_widened(x, exact):
+            return linear(x, packed.dense(x.dtype), bias, residual=residual, exact=exact, out=out)
+        from outrider.kernels.gpu import quantised
+
+        return quantised.linear(x, packed, bias, residual, out=out)
     if use_native(x):
         y = native.linear(x, weight, bias, packed)
     elif _in_triton(x, weight, exact):
@@ -49,14 +58,30 @@ def linear(
 
 
 def silu_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed | None = None, *, exact: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    packed: Packed | Quantised | None = None,
+    *,
+    exact: bool = False,
 ) -> Tensor:
     """silu(gate) * up, where gate and up are the halves of x W^T + b: weight [2 I, in] -> [T, I]."""
+    if isinstance(packed, Quantised):
+        if _is_widened(x, exact):
+            return silu_linear(x, packed.dense(x.dtype), bias, exact=exact)
+        from outrider.kernels.gpu import quantised
+
+        return quantised.linear(x, packed, bias, gated=True)
     if _in_triton(x, weight, exact):
         from outrider.kernels.gpu import linear as gpu
 
         return gpu.linear(x, weight, bias, gated=True)
     return silu_mul(linear(x, weight, bias, packed))
+
+
+def _is_widened(x: Tensor, exact: bool) -> bool:
+    """Whether a matrix in few bits is widened first: for many rows, where it does not matter for their bits."""
+    return not use_triton(x) or (not exact and len(x) > MANY_ROWS)
 
 
 def _in_triton(x: Tensor, weight: Tensor, exact: bool) -> bool:

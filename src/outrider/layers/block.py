@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from outrider.kernels.activation import silu_mul
 from outrider.kernels.block import BlockShape, NativeBlock
 from outrider.kernels.dispatch import use_native
+from outrider.kernels.quantised import Quantised
 from outrider.layers.attention import SelfAttention
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
@@ -62,7 +63,10 @@ class Block(nn.Module):
                 "k_norm": k_norm.weight if k_norm is not None else None,
                 "mlp_norm": self.mlp_norm.weight,
             }
-            matrices = {name: (linear.weight, linear.packed) for name, linear in linears.items()}
+            matrices = {}
+            for name, linear in linears.items():
+                assert not isinstance(linear.packed, Quantised), "that is for GPUs"
+                matrices[name] = (linear.weight, linear.packed)
             self._native = NativeBlock(shape, matrices, vectors, pages)
         return self._native
 

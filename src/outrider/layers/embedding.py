@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from outrider.kernels.linear import linear
 from outrider.kernels.native import unpack_rows
 from outrider.kernels.packed import Packed
+from outrider.kernels.quantised import Quantised
+from outrider.layers.linear import empty_matrix
 from outrider.types import Batch
 
 
@@ -47,8 +49,8 @@ class Head(nn.Module):
         self, vocab_size: int, hidden_size: int, *, tied: Embedding | None = None, softcap: float = 0.0
     ) -> None:
         super().__init__()
-        self.weight = tied.weight if tied is not None else nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.packed: Packed | None = None
+        self.weight = tied.weight if tied is not None else empty_matrix(vocab_size, hidden_size)
+        self.packed: Packed | Quantised | None = None
         self.exact = False
         self.softcap = softcap
 

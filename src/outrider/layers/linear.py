@@ -1,18 +1,47 @@
 """Linear layers. Projections that share an input are one weight, read once."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
 from outrider.kernels.linear import linear, silu_linear
 from outrider.kernels.packed import Packed
+from outrider.kernels.quantised import Quantised
+
+_is_deferred = False
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Matrices of modules made inside have no memory until they are filled: some will be kept in few bits."""
+    global _is_deferred
+    before, _is_deferred = _is_deferred, True
+    try:
+        yield
+    finally:
+        _is_deferred = before
+
+
+def empty_matrix(num_rows: int, num_columns: int) -> nn.Parameter:
+    return nn.Parameter(
+        torch.empty(1, 1).expand(num_rows, num_columns) if _is_deferred else torch.empty(num_rows, num_columns)
+    )
+
+
+def give_memory(parameter: nn.Parameter) -> None:
+    """To one that was deferred."""
+    if parameter.dim() == 2 and parameter.stride() == (0, 0):
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.weight = empty_matrix(out_features, in_features)
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.packed: Packed | None = None
+        self.packed: Packed | Quantised | None = None
         self.exact = False
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

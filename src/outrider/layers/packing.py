@@ -6,6 +6,7 @@ from torch import nn
 
 from outrider.kernels.dispatch import use_native
 from outrider.kernels.packed import Packed, pack
+from outrider.kernels.quantised import Quantised
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
 
@@ -42,10 +43,12 @@ def gains_from_packing(module: nn.Module, min_bytes: int | None = None) -> bool:
     return total >= (SMALL_MODEL if min_bytes is None else min_bytes)
 
 
-def share_blocks(module: nn.Module, blocks: Mapping[nn.Parameter, Packed]) -> None:
+def share_blocks(module: nn.Module, blocks: Mapping[nn.Parameter, Packed | Quantised]) -> None:
     """Gives every layer the blocks of its weight, whoever else has it too."""
     for layer in packable(module):
-        layer.packed = blocks.get(layer.weight, layer.packed)
+        found = blocks.get(layer.weight)
+        if found is not None and not (isinstance(layer, Embedding) and isinstance(found, Quantised)):
+            layer.packed = found  # type: ignore[assignment]
 
 
 def pack_weights(module: nn.Module, min_bytes: int | None = None) -> int:

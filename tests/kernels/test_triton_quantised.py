@@ -1,0 +1,148 @@
+"""Matrices in few bits against what they stand for: on a GPU where there is one, else interpreted on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+CUDA = torch.cuda.is_available()
+pytest.importorskip("triton")
+
+from outrider.kernels.gpu import quantised as gpu  # noqa: E402
+from outrider.kernels.quantised import (  # noqa: E402
+    FP4_VALUES,
+    Kind,
+    Quantised,
+    dense_reference,
+    is_packable,
+    joined,
+    pack_halves,
+    pack_numbers,
+    quantise,
+    unpack_halves,
+)
+
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
+
+
+def random_weight(
+    kind: Kind, num_rows: int, num_groups: int, group: int, *, has_offset: bool, is_ordered: bool, seed: int = 0
+) -> Quantised:
+    generator = torch.Generator().manual_seed(seed)
+    num_columns = num_groups * group
+    numbers = torch.randint(256 if kind.num_bits == 8 else 16, (num_rows, num_columns), generator=generator)
+    if kind is Kind.FP8:
+        numbers[numbers & 127 == 127] = 0  # no number
+    scale = torch.rand(num_rows, num_groups, generator=generator) * 0.1 + 0.01
+    offset = torch.randn(num_rows, num_groups, generator=generator).to(DEVICE) if has_offset else None
+    order = torch.randperm(num_columns, generator=generator).to(DEVICE) if is_ordered else None
+    return pack_numbers(kind, numbers.to(DEVICE, torch.uint8), scale.to(DEVICE, torch.bfloat16), offset, order)
+
+
+@given(
+    kind=st.sampled_from(Kind),
+    num_rows=st.sampled_from([2, 34, 66]),
+    shape=st.sampled_from([(1, 128), (2, 128), (3, 64), (2, 32), (4, 32), (1, 384), (8, 16)]),
+    num_inputs=st.sampled_from([1, 3, 17, 70]),
+    flags=st.tuples(*[st.booleans()] * 5),
+    dtype=st.sampled_from(DTYPES),
+)
+@settings(max_examples=200 if CUDA else 25, deadline=None)
+def test_products_are_those_of_the_dense_matrix(
+    kind: Kind,
+    num_rows: int,
+    shape: tuple[int, int],
+    num_inputs: int,
+    flags: tuple[bool, bool, bool, bool, bool],
+    dtype: torch.dtype,
+) -> None:
+    has_offset, is_ordered, has_bias, has_residual, is_gated = flags
+    if not is_packable(shape[0] * shape[1], shape[1], kind):
+        return
+    weight = random_weight(kind, num_rows, *shape, has_offset=has_offset, is_ordered=is_ordered)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_inputs, shape[0] * shape[1], generator=generator).to(DEVICE, dtype)
+    bias = torch.randn(num_rows, generator=generator).to(DEVICE, dtype) if has_bias else None
+    width = num_rows // 2 if is_gated else num_rows
+    residual = torch.randn(num_inputs, width, generator=generator).to(DEVICE, dtype) if has_residual else None
+    wanted = x.float() @ dense_reference(weight, torch.float32).T
+    if bias is not None:
+        wanted += bias.float()
+    if is_gated:
+        gate, up = wanted.chunk(2, -1)
+        wanted = torch.nn.functional.silu(gate) * up
+    if residual is not None:
+        wanted += residual.float()
+    found = gpu.linear(x, weight, bias, residual, gated=is_gated)
+    close = 2e-4 if dtype is torch.float32 else 4e-2
+    torch.testing.assert_close(found.float(), wanted, rtol=close, atol=close * float(wanted.abs().amax()))
+    alone = gpu.linear(x[:1], weight, bias, None if residual is None else residual[:1], gated=is_gated)
+    if num_inputs <= 16:
+        assert torch.equal(alone, found[:1])
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize(("has_offset", "is_ordered"), [(False, False), (True, True)])
+@pytest.mark.parametrize("shape", [(3, 128), (6, 32), (1, 256)])
+def test_widened_at_once(kind: Kind, has_offset: bool, is_ordered: bool, shape: tuple[int, int]) -> None:
+    if not is_packable(shape[0] * shape[1], shape[1], kind):
+        pytest.skip("no such form")
+    weight = random_weight(kind, 5, *shape, has_offset=has_offset, is_ordered=is_ordered)
+    wanted = dense_reference(weight, torch.float32)
+    found = gpu.dense(weight, torch.float32)
+    if has_offset:  # a GPU rounds once where the reference rounds twice
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(found, wanted)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([16, 32, 64]))
+def test_halves_come_apart(num_rows: int, num_spans: int, half: int) -> None:
+    numbers = torch.randint(16, (num_rows, 2 * half * num_spans), dtype=torch.uint8)
+    data = pack_halves(numbers, half)
+    assert data.shape == (num_rows, half * num_spans)
+    assert torch.equal(unpack_halves(data, half), numbers)
+    assert torch.equal(data[:, 0] & 15, numbers[:, 0])
+    assert torch.equal(data[:, 0] >> 4, numbers[:, half])
+
+
+def test_all_numbers_of_four_bits() -> None:
+    numbers = torch.arange(16, dtype=torch.uint8).repeat(8)[None]
+    ones = torch.ones(1, 1)
+    fp4 = dense_reference(pack_numbers(Kind.FP4, numbers, ones), torch.float32)[0, :16]
+    assert fp4.tolist() == [*FP4_VALUES, *(-value for value in FP4_VALUES)]
+    int4 = dense_reference(pack_numbers(Kind.INT4, numbers, ones), torch.float32)[0, :16]
+    assert int4.tolist() == list(range(-8, 8))
+
+
+@pytest.mark.parametrize(("kind", "close"), [(Kind.INT4, 0.08), (Kind.FP8, 0.035)])
+def test_quantised_at_load_is_near(kind: Kind, close: float) -> None:
+    weight = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    found = quantise(weight, kind)
+    assert found is not None
+    assert found.num_bytes < weight.numel() * (0.6 if kind is Kind.INT4 else 1.1)
+    dense = found.dense(torch.float32)
+    assert torch.equal(dense[3], weight[3])
+    assert (dense - weight).norm() / weight.norm() < close * 1.5
+    again = quantise(dense, kind)
+    assert again is not None
+    torch.testing.assert_close(again.dense(torch.float32), dense, rtol=0.08, atol=0.08)
+    assert quantise(weight[:, :200], Kind.INT4) is None
+
+
+def test_parts_one_below_the_other() -> None:
+    options = {"has_offset": True, "is_ordered": True}
+    first = random_weight(Kind.UINT4, 3, 2, 64, **options)
+    second = Quantised(first.kind, *(each.flip(0) for each in (first.data, first.scale, first.offset)), first.order)  # type: ignore[union-attr]
+    both = joined([first, second])
+    assert both is not None
+    dense = [each.dense(torch.float32) for each in (first, second)]
+    assert torch.equal(both.dense(torch.float32), torch.cat(dense))
+    assert torch.equal(both.rows_from(3).dense(torch.float32), dense[1])
+    other = random_weight(Kind.UINT4, 3, 2, 64, **options, seed=1)
+    assert joined([first, other]) is None  # another order
+    assert joined([first, random_weight(Kind.UINT4, 3, 4, 32, **options)]) is None
