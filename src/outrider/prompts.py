@@ -60,7 +60,11 @@ class Prompts:
                 raise ValueError(f"{name} holds {token!r}, which is no token id: ids are 0..{self.vocab_size - 1}")
 
     def settled(self, params: SamplingParams, ids: Sequence[int]) -> SamplingParams:
-        """What a request asks for after this prompt, checked, with everything that was given as text in tokens."""
+        """What a request asks for after this prompt, checked, with everything that was given as text in tokens. A copy:
+        whoever gave the params may change them."""
+        params = params.clone()
+        if params.structured_outputs is not None:
+            params = replace(params, guided=params.structured_outputs.guided(), structured_outputs=None)
         if params.stop_strings:
             self.tokenizer_for("a stop string")
         given = [*(params.logit_bias or {}), *(params.allowed_token_ids or []), *params.stop_token_ids]
