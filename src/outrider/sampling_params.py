@@ -109,6 +109,13 @@ def _tag(given: Mapping[str, Any] | str | None) -> Mapping[str, Any] | None:
 GuidedDecodingParams = StructuredOutputsParams  # what vLLM called it before
 
 
+class BeamSearchParams:
+    """vLLM has a beam search; here it is refused by name."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ValueError("there is no beam search: use SamplingParams with n and a temperature, and choose")
+
+
 class RequestOutputKind(Enum):
     """What a stream brings each time: all there is, or what is new; or nothing before the end."""
 
@@ -165,9 +172,7 @@ class SamplingParams:
         if not isinstance(self.guided, Guided | None):
             raise ValueError(f"guided must be a Guided, not {self.guided!r}")
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
-            raise ValueError(
-                f"structured_outputs must be a StructuredOutputsParams, not {self.structured_outputs!r}"
-            )
+            raise ValueError(f"structured_outputs must be a StructuredOutputsParams, not {self.structured_outputs!r}")
         if self.guided is not None and self.structured_outputs is not None:
             raise ValueError("guided and structured_outputs say the same thing twice: give one of them")
         if not isinstance(self.output_kind, RequestOutputKind):

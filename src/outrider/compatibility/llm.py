@@ -30,7 +30,9 @@ OWN = {
 
 def _is_xgrammar(config: Any) -> bool:
     """Of structured_outputs_config: nothing but what is so in any case."""
-    taken = {"backend": ("auto", "xgrammar"), "disable_fallback": (False, True), "reasoning_parser": ("",)}
+    backends = {"backend": ("auto", "xgrammar"), "disable_fallback": (False, True)}
+    switches = ("disable_any_whitespace", "enable_in_reasoning", "reasoning_parser", "reasoning_parser_plugin")
+    taken = {**backends, **dict.fromkeys(switches, (False, "")), "disable_additional_properties": (False, True)}
     return isinstance(config, Mapping) and all(value in taken.get(name, ()) for name, value in config.items())
 
 
@@ -59,6 +61,7 @@ LLM = Rules(
     },
     renamed={"kv_cache_memory_bytes": "kv_cache_memory", "block_size": "page_size"},
     no_effect=[
+        NoEffect(["trust_remote_code"], "no code of a model's directory is ever run, trusted or not"),
         NoEffect(
             [
                 *("compilation_config", "attention_config", "attention_backend", "kernel_config", "mamba_config"),
@@ -166,7 +169,6 @@ LLM = Rules(
         ),
         Refused(
             {
-                "trust_remote_code": (False,),
                 "code_revision": (),
                 "model_impl": ("auto", "vllm"),
                 "worker_cls": ("auto",),
@@ -248,6 +250,35 @@ LLM = Rules(
     ],
 )
 
+SPECULATIVE = Rules(
+    works={},
+    no_effect=[
+        NoEffect(
+            [
+                *("enforce_eager", "disable_padded_drafter_batch", "use_local_argmax_reduction", "draft_load_config"),
+                *("moe_backend", "attention_backend", "max_model_len", "disable_eagle_block_drop"),
+                *("index_share_for_mtp_iteration", "quantization", "disable_logprobs", "disable_log_stats"),
+                *("target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"),
+            ],
+            "the drafter runs in the target's rounds, in the form in which its checkpoint is",
+        ),
+        NoEffect(["draft_sample_method"], "a drafter draws with the target's own noise"),
+        NoEffect(
+            ["enable_adaptive_verification", "num_speculative_tokens_per_batch_size", "disable_by_batch_size"],
+            "with adaptive, the default, as many tokens are drafted and verified as are worth it",
+        ),
+    ],
+    refused=[
+        Refused({"draft_tensor_parallel_size": (1,), "tensor_parallel_size": (1,)}, _ONE_DEVICE),
+        Refused({"rejection_sample_method": ("standard",)}, "a draft token stands where it is the target's own choice"),
+        Refused({"kv_cache_dtype": ("auto",)}, "the drafter's cache is the target's"),
+        Refused({"revision": (), "code_revision": ()}, "give the directory of that revision as model"),
+        Refused({"use_heterogeneous_vocab": (False,)}, "target and draft model must have one vocabulary"),
+        Refused({"spec_token_tree": (), "speculative_token_tree": ()}, "drafts are chains, not trees"),
+        Refused({"dspark_draft_topk": ()}, "the checkpoint says how DSpark drafts"),
+    ],
+)
+
 CALLS = Rules(
     works={"tokenization_kwargs": "add_special_tokens alone"},
     no_effect=[],
@@ -261,6 +292,23 @@ CALLS = Rules(
         ),
         Refused({"guided_options_request": ()}, "use SamplingParams(structured_outputs=...)"),
         Refused({"reasoning_ended": (), "trace_headers": (), "data_parallel_rank": (0,)}, "one engine, one device"),
+    ],
+)
+
+# keys of a prompt that is a dict
+PROMPT = Rules(
+    works={
+        "prompt": "text",
+        "prompt_token_ids": "",
+        "multi_modal_data": "image alone",
+        "cache_salt": "pages and drafts are shared with requests of the same salt alone",
+        "add_special_tokens": "Outrider's own: of a text",
+    },
+    no_effect=[NoEffect(["multi_modal_uuids"], "an image is known by what it shows")],
+    refused=[
+        Refused({"prompt_embeds": (), "token_type_ids": (), "prompt_token_offsets": ()}, "prompts are text or tokens"),
+        Refused({"mm_processor_kwargs": (), "media_io_kwargs": ()}, _OWN_PIXELS),
+        Refused({"encoder_prompt": (), "decoder_prompt": ()}, "targets are decoders: there is one prompt"),
     ],
 )
 

@@ -83,13 +83,13 @@ def accepting(rules: Rules) -> Callable[[Kind], Kind]:
         create = made.__init__  # type: ignore[misc]
 
         @functools.wraps(create)
-        def __init__(self: Any, *values: Any, **given: Any) -> None:
+        def settle_and_create(self: Any, *values: Any, **given: Any) -> None:
             others = given.keys() - own
             if others:
                 given |= rules.settle({name: given.pop(name) for name in sorted(others)}, made.__name__, own)
             create(self, *values, **given)
 
-        made.__init__ = __init__  # type: ignore[misc]
+        made.__init__ = settle_and_create  # type: ignore[misc]
         return made
 
     return decorate
