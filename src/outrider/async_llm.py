@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -44,7 +44,7 @@ class AsyncLLM:
         self._client = EngineClient(
             self._host.link, self._host.model, str(self.llm.config.model), limits, self._host.why_ended
         )
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, Job | None] = {}  # by request_id; None while a prompt becomes tokens
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
@@ -53,15 +53,28 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str = "", **others: Any
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The growing output, as it grows, or what output_kind says. Leaving the loop early aborts the request, as
         abort(request_id) does; the last output then says "abort"."""
         self._start()
         request_id = request_id or f"request-{time.monotonic_ns()}"
         if request_id in self._jobs:
             raise ValueError(f"a request {request_id!r} is running already: choose another request_id")
+        self._jobs[request_id] = None
+        try:
+            async with aclosing(self._generate(prompt, sampling_params, request_id, others)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            job = self._jobs.pop(request_id)
+            if job is not None:
+                self._client.abort(job)
+
+    async def _generate(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str, others: Mapping[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
         (prompt,) = tokenized([prompt], CALLS.settle(others, "generate()"))
-        params = sampling_params or self.llm.get_default_sampling_params()
+        params = params or self.llm.get_default_sampling_params()
         asked = await asyncio.to_thread(self._asked, prompt, params)
         answer = _Answer(request_id, prompt, asked)
         streams = asked.params.output_kind is not FINAL_ONLY
@@ -79,10 +92,6 @@ class AsyncLLM:
             if error.code != ABORTED.code:
                 raise _raised(error) from error
             yield answer.aborted()
-        finally:
-            running = self._jobs.pop(request_id, None)
-            if running is not None:
-                self._client.abort(running)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request that is running; nothing happens where there is none."""

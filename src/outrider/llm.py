@@ -30,9 +30,10 @@ from outrider.metrics import Figures, Metric
 from outrider.models.base import Target
 from outrider.offline import Defaults, UseTqdm, as_list, metrics_of, of_kind, params_for, shown_progress, tokenized
 from outrider.outputs import RequestOutput
+from outrider.outputs import total_speculation as total_speculation  # found here by many
 from outrider.pair import AUTO, Speculative, named_pair, open_pair
 from outrider.prompts import Prompt, Prompts, salted
-from outrider.sampling_params import SamplingParams, Speculation
+from outrider.sampling_params import SamplingParams
 from outrider.startup import CHECKING, StartupTimes
 from outrider.tokenizer import Tokenizer
 from outrider.types import Images, Prediction
@@ -195,6 +196,13 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Figures of the requests that have ended, and of the cache, in vLLM's names."""
         return self._shared.read(lambda: self._figures.metrics(self.engine))
+
+    def reset_prefix_cache(self) -> bool:
+        """What earlier prompts have left in the cache is not found again."""
+        pool = self.engine.scheduler.pool
+        with self._shared.between_steps():
+            pool.forget(range(1, pool.num_pages))
+        return True
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without params get: what the model's authors advise, in generation_config.json."""
@@ -404,14 +412,6 @@ class LLM:
             finished=all(request.finished for request in requests),
             metrics=metrics_of(requests),
         )
-
-
-def total_speculation(outputs: Sequence[RequestOutput]) -> Speculation:
-    total = Speculation()
-    for output in outputs:
-        for completion in output.outputs:
-            total += completion.speculation
-    return total
 
 
 def _wrap(seed: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,3 +88,11 @@ class RequestOutput:
             return self
         pairs = zip(self.outputs, before.outputs, strict=True)
         return replace(self, outputs=[now.delta(then) for now, then in pairs if now != then])
+
+
+def total_speculation(outputs: Sequence[RequestOutput]) -> Speculation:
+    total = Speculation()
+    for output in outputs:
+        for completion in output.outputs:
+            total += completion.speculation
+    return total

@@ -98,12 +98,14 @@ class StructuredOutputsParams:
 
 
 def _tag(given: Mapping[str, Any] | str | None) -> Mapping[str, Any] | None:
-    if not isinstance(given, str):
-        return given
-    try:
-        return json.loads(given)
-    except ValueError as error:
-        raise ValueError(f"structural_tag is not valid JSON ({error}); correct it") from error
+    """A structural tag's format. As text or not, xgrammar's own form has a frame around it."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"structural_tag is not valid JSON ({error}); correct it") from error
+    is_framed = isinstance(given, Mapping) and given.get("type") == "structural_tag" and "format" in given
+    return given["format"] if isinstance(given, Mapping) and is_framed else given  # type: ignore[return-value]
 
 
 GuidedDecodingParams = StructuredOutputsParams  # what vLLM called it before
