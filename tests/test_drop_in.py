@@ -192,7 +192,7 @@ def test_a_salt_keeps_prompts_apart(llm: LLM) -> None:
 
 def test_what_vllm_has_and_we_do_not_is_named(llm: LLM) -> None:
     with pytest.raises(AttributeError, match=r"beam_search.*use n with a temperature"):
-        llm.beam_search(["a"], None)
+        llm.beam_search(["a"], None)  # type: ignore[attr-defined]
     assert not hasattr(llm, "embed")
 
 
