@@ -45,8 +45,8 @@ def test_what_is_said_to_be_ours_is_ours() -> None:
     assert set(sampling.FIELDS) <= {each.name for each in fields(SamplingParams)}
     assert set(sampling.STRUCTURED_FIELDS) == {each.name for each in fields(StructuredOutputsParams)}
     assert set(table._SPECULATIVE) <= {each.name for each in fields(SpeculativeConfig)}
-    calls = set(inspect.signature(LLM.generate).parameters) | set(inspect.signature(LLM.chat).parameters)
-    assert set(table._CALLS) <= calls
+    calls = [inspect.signature(call).parameters for call in (LLM.generate, LLM.chat, AsyncLLM.generate)]
+    assert set(table._CALLS) <= {name for parameters in calls for name in parameters}
     assert all(callable(getattr(LLM, name)) for name in table._METHODS)
     assert not any(hasattr(LLM, name) or hasattr(AsyncLLM, name) for name in tables.METHODS)
 

@@ -22,7 +22,7 @@ def offline() -> str:
         ("SamplingParams", table(sampling.SAMPLING, sampling.FIELDS)),
         ("StructuredOutputsParams", table(sampling.STRUCTURED, sampling.STRUCTURED_FIELDS)),
         ("Prompts that are a dict", table(llm.PROMPT, {})),
-        ("generate() and chat()", table(llm.CALLS, _CALLS)),
+        ("generate() and chat(), of LLM and AsyncLLM", table(llm.CALLS, _CALLS)),
         ("Methods", HEAD + _lines([*((f"`{name}`", WORKS, why) for name, why in _METHODS.items())]
                                   + [(names, REFUSED, why) for names, why in methods])),
     ]  # fmt: skip
@@ -66,6 +66,7 @@ _CALLS = {
     "prompts": "a text, token ids, a dict, or a list of those",
     "messages": "a conversation, or several",
     "sampling_params": "None: the model's own defaults",
+    "request_id": "AsyncLLM's: for abort(); made up where it is left out",
     "use_tqdm": "False by default; True, or what makes a bar",
     "chat_template": "",
     "add_generation_prompt": "",
