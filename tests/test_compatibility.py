@@ -85,5 +85,7 @@ def test_speculative_config_takes_vllms_keys() -> None:
     given = {"method": "ngram", "num_speculative_tokens": 3, "disable_padded_drafter_batch": True}
     neutral = {"draft_tensor_parallel_size": 1, "rejection_sample_method": "standard", "quantization": None}
     assert SpeculativeConfig.from_dict(given | neutral) == SpeculativeConfig("ngram", num_speculative_tokens=3)
+    for vllms, ours in (("deepseek_mtp", "mtp"), ("ngram_gpu", "ngram"), ("eagle3", "eagle3")):
+        assert SpeculativeConfig.from_dict({"method": vllms}).method == ours
     with pytest.raises(ValueError, match=r"spec_token_tree=.*drafts are chains"):
         SpeculativeConfig.from_dict(given | {"spec_token_tree": "[(0,)]"})

@@ -329,5 +329,10 @@ METHODS = {
 }
 
 
+def method_named(name: str) -> str:
+    """A drafting method by our name. vLLM has one for each family's MTP modules, and one for a GPU's n-grams."""
+    return "mtp" if name.endswith("_mtp") else {"ngram_gpu": "ngram"}.get(name, name)
+
+
 def _as_list(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
