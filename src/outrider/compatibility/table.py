@@ -50,7 +50,7 @@ def replaced(text: str, name: str, content: str) -> str:
 PARTS: dict[str, Callable[[], str]] = {"offline": offline}  # what is written between which marks
 
 _SPECULATIVE = {
-    "method": "ngram, suffix, eagle, eagle3, p_eagle, dflash, mtp (deepseek_mtp, ...), draft_model and more: `outrider matrix`",
+    "method": "ngram, suffix, eagle, eagle3, p_eagle, dflash, mtp (deepseek_mtp, ...), draft_model: `outrider matrix`",
     "model": "a directory or a hub id",
     "num_speculative_tokens": "5 by default, 64 at most",
     **dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), "2 and 8 by default"),
