@@ -17,7 +17,7 @@ import torch
 
 from outrider.agreement import Checkup, check_up
 from outrider.chat_template import ChatOptions, Messages
-from outrider.compatibility.llm import CALLS, METHODS
+from outrider.compatibility.llm import CALLS, METHODS, PROMPT
 from outrider.config import EngineConfig, WatchdogConfig, batch_limits
 from outrider.drafters.base import Drafter
 from outrider.engine.checkpoint import open_checkpoint
@@ -381,6 +381,7 @@ class LLM:
         if not data:
             return self.prompts.ids(prompt, name), None
         assert isinstance(prompt, Mapping)
+        PROMPT.settle(prompt, name)
         unknown = sorted(set(data) - {"image"})
         if unknown:
             raise ValueError(f"{name}: multi_modal_data knows image only, not {', '.join(unknown)}")

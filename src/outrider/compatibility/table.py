@@ -33,7 +33,7 @@ def table(rules: Rules, own: Mapping[str, str]) -> str:
     """All that `rules` say, after what `own` says of arguments that need none."""
     rows = [(f"`{name}`", WORKS, note) for name, note in [*own.items(), *rules.works.items()]]
     rows += [(_listed(group.names), NO_EFFECT, group.why) for group in rules.no_effect]
-    rows += [(_refused(group), f"{REFUSED}, but for what asks for nothing", group.why) for group in rules.refused]
+    rows += [(_refused(group), REFUSED, group.why) for group in rules.refused]
     return HEAD + _lines(rows)
 
 
