@@ -99,5 +99,5 @@ def test_rounded_as_it_is_loaded(kind: str, target_path: Callable[..., Path]) ->
 def test_rounding_is_refused_where_there_are_no_kernels(target_path: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match="quantization int4 is for GPUs"):
         LLM(target_path(), None, quantization="int4", **OPTIONS)
-    with pytest.raises(ValueError, match='quantization is "fp8" or "int4"'):
+    with pytest.raises(ValueError, match="not quantised, and can be rounded to fp8 or int4, not awq"):
         LLM(target_path(), None, quantization="awq", **OPTIONS)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from outrider.compatibility.llm import SPECULATIVE, method_named
+
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -44,6 +46,9 @@ class SpeculativeConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculativeConfig:
         known = {item.name for item in fields(cls)}
+        foreign = values.keys() & set(SPECULATIVE.names()) - known
+        SPECULATIVE.settle({name: values[name] for name in sorted(foreign)}, "speculative_config")
+        values = {name: value for name, value in values.items() if name not in foreign}
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(
@@ -52,6 +57,8 @@ class SpeculativeConfig:
         for name in ("method", "model"):
             if not isinstance(values.get(name), str | Path | None):
                 raise ValueError(f"speculative_config: {name} must be a name or a path, not {values[name]!r}")
+        if values.get("method") is not None:
+            values = {**values, "method": method_named(str(values["method"]))}
         if values.get("taps") is not None:
             if not isinstance(values["taps"], list | tuple):
                 raise ValueError(f"speculative_config: taps must be a list of layer counts, not {values['taps']!r}")
@@ -177,9 +184,11 @@ class EngineConfig:
     num_predicted_tokens: int = 16  # drafted at once from a request's own prediction, at most
     watchdog: WatchdogConfig | None = WatchdogConfig()
     enforce_eager: bool = False  # no CUDA graphs
-    quantization: str | None = None  # on a GPU: round matrices of the target to "fp8" or "int4" as they are loaded
+    quantization: str | None = None  # how the target is quantised; on a GPU, dense matrices can be rounded to fp8, int4
     exact: bool = False  # on a GPU too, no token depends on what else is computed with it, to the last bit
     threads: int | None = None  # of the CPU, for the whole process; None: as many as the machine has to spare
+    tokenizer: str | Path | None = None  # None: the one that comes with the model
+    skip_tokenizer_init: bool = False  # without any: prompts and answers are token ids
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_predicted_tokens <= 1024:
@@ -190,11 +199,6 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if self.quantization not in (None, "fp8", "int4"):
-            raise ValueError(
-                f'quantization is "fp8" or "int4", not {self.quantization!r}: leave it out '
-                "for files that are quantised already, which are recognised"
-            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0, at most 1, not {self.gpu_memory_utilization!r}")
         if self.max_model_len is not None and self.max_model_len < 2:

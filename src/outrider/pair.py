@@ -29,7 +29,8 @@ from outrider.engine.loader import (
     load_weights,
 )
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
-from outrider.kernels.quantised import Kind
+from outrider.hub import TOKENIZER_PATTERNS, located
+from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.exact import make_exact
 from outrider.layers.linear import deferred
 from outrider.layers.packing import held_bytes, pack_weights, share_blocks
@@ -121,7 +122,7 @@ def open_pair(
     try:
         dtype = config.torch_dtype(_stored_dtype(checkpoint.config))
         drafter: Drafter | None = None
-        kind = Kind(config.quantization) if config.quantization is not None else None
+        kind = rounded_to(config.quantization, checkpoint)
         keeps = keeps_few_bits(checkpoint, config.torch_device, kind)
         defers = deferred() if keeps else nullcontext()
         with startup.timed("models"), building(config.torch_device, dtype), defers:
@@ -133,7 +134,7 @@ def open_pair(
                     drafter_checkpoint = checkpoint
                 drafter = build_drafter(config.speculative, target, drafter_checkpoint)
         with startup.timed("models"):
-            tokenizer = load_tokenizer(checkpoint)
+            tokenizer = tokenizer_of(config, checkpoint)
         if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:
             _check_tokenizers(tokenizer, load_tokenizer(drafter_checkpoint))
         loaded: list[tuple[Target | Drafter, Checkpoint]] = [(target, checkpoint)]
@@ -161,6 +162,37 @@ def open_pair(
         checkpoint.close()
         if drafter_checkpoint is not None:
             drafter_checkpoint.close()
+
+
+def rounded_to(name: str | None, checkpoint: Checkpoint) -> Kind | None:
+    """What the target's matrices are rounded to as they are loaded. Of a checkpoint that is quantised already, the name
+    is what somebody believes it to be; vLLM's kernels have suffixes, as in awq_marlin."""
+    if name is None:
+        return None
+    is_gguf = isinstance(checkpoint, GgufCheckpoint)
+    held = "gguf" if is_gguf else (checkpoint.config.get("quantization_config") or {}).get("quant_method")
+    if held is None and name in ROUNDED_TO:
+        return Kind(name)
+    if held is None or name.removesuffix("_marlin").replace("_", "-") != str(held).replace("_", "-"):
+        found = f"quantised as {held}" if held else f"not quantised, and can be rounded to {' or '.join(ROUNDED_TO)}"
+        raise ValueError(
+            f"{checkpoint.path} is {found}, not {name}: leave quantization out, or give a checkpoint of that kind"
+        )
+    return None
+
+
+def tokenizer_of(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    """The one that was asked for, or the one that the target comes with."""
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is None:
+        return load_tokenizer(checkpoint)
+    found = Tokenizer.from_directory(located(config.tokenizer, patterns=TOKENIZER_PATTERNS))
+    if found is None:
+        raise ValueError(
+            f"{config.tokenizer} holds no tokenizer.json: give the directory or the hub id of one that does"
+        )
+    return found
 
 
 def _load(loaded: Sequence[tuple[Target | Drafter, Checkpoint]], progress: Progress | None, kind: Kind | None) -> None:

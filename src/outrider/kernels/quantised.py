@@ -18,6 +18,9 @@ FP8_MAX = 448.0
 GROUPS = (128, 64, 32)  # numbers that share a scale, where that is ours to choose: the first that divides a row
 
 
+ROUNDED_TO = ("fp8", "int4")  # kinds that dense matrices can be rounded to
+
+
 class Kind(Enum):
     """What the bits of a number mean."""
 

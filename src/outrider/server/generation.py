@@ -23,7 +23,8 @@ from outrider.server.schema import Generation
 from outrider.tokenizer import Tokenizer
 
 PREPARATION_SECONDS = 30.0  # for the chat template and the tokenizer
-_SHARED = {each.name for each in fields(SamplingParams)} & set(Generation.model_fields) - {"prediction"}
+_CONVERTED = {"prediction", "structured_outputs"}  # the same name, another form
+_SHARED = {each.name for each in fields(SamplingParams)} & set(Generation.model_fields) - _CONVERTED
 
 
 @dataclass(frozen=True)

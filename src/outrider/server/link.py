@@ -4,7 +4,6 @@ yet stays here, so a slow front cannot hold up a round, nor a long prompt the ev
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import struct
 import threading
@@ -38,14 +37,14 @@ class Link:
         while (found := self._next()) is None:
             with suppress(TimeoutError):
                 self._fill(self._socket.recv(CHUNK))
-        return pickle.loads(found)
+        return ForkingPickler.loads(found)
 
     def take(self) -> Iterator[Any]:
         """All messages that are here, without waiting for one of which only a part is; errors as of receive()."""
         with suppress(BlockingIOError):
             while True:
                 while (found := self._next()) is not None:
-                    yield pickle.loads(found)
+                    yield ForkingPickler.loads(found)
                 self._fill(os.read(self._socket.fileno(), CHUNK))
 
     def _fill(self, read: bytes) -> None:
