@@ -51,7 +51,7 @@ def test_arguments_with_another_name(model: Path) -> None:
 
 
 def test_quantisation_is_checked(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not quantised, .* not awq"):
+    with pytest.raises(ValueError, match=r"is not quantised, .* not awq"):
         LLM(model, quantization="awq")
     with pytest.raises(ValueError, match="max_logprobs is 500"):
         LLM(model, max_logprobs=500)

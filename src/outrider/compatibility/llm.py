@@ -21,7 +21,7 @@ OWN = {
     "gpu_memory_utilization": "0.9 by default",
     "enable_prefix_caching": "",
     "enforce_eager": "",
-    "quantization": "fp8 or int4: dense matrices are rounded as they are loaded, on a GPU; else checked against the checkpoint",
+    "quantization": "fp8 or int4: dense matrices are rounded at load, on a GPU; else checked against the checkpoint",
     "speculative_config": "docs/doctor.md; with adaptive, as many tokens as are worth it",
     "chat_template": "text, or a file that holds it",
     "generation_config": "auto, vllm, or a directory",
