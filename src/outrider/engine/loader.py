@@ -14,6 +14,7 @@ import outrider.drafters
 import outrider.models  # noqa: F401  (registers the targets)
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, drafters
+from outrider.engine.finite import FiniteCheck, check_kind
 from outrider.engine.gguf import GgufCheckpoint
 from outrider.engine.host_memory import use_large_pages
 from outrider.kernels.dispatch import use_native
@@ -81,8 +82,9 @@ KeptBlocks = dict[nn.Parameter, Packed]  # weights that stay as a GGUF file stor
 def load_weights(
     module: Target | Drafter, checkpoint: Checkpoint, progress: Progress | None = None, kept: KeptBlocks | None = None
 ) -> None:
-    """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it. Where `kept` is given,
-    quantised matrices that can be used as they are come there, and their parameters stay without memory."""
+    """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it, and so is one that holds
+    what no weight can be. Where `kept` is given, quantised matrices that can be used as they are come there, and their
+    parameters stay without memory."""
     weights = module.weights()
     parameters = dict(module.named_parameters())
     assert weights.keys() == parameters.keys(), weights.keys() ^ parameters.keys()
@@ -97,15 +99,21 @@ def load_weights(
     surplus = {actual[name] for name in present - used if not module.ignores(name)}
     _complain(checkpoint, "has, but nothing uses,", surplus, "the config.json does not describe these weights")
     keepable = {layer.weight for layer in packable(module)}
+    check = FiniteCheck(checkpoint)
     for done, (name, weight) in enumerate(weights.items()):
         stored = replace(weight, names=tuple(actual[source] for source in weight.names))
         parameter = parameters[name]
         keeps = kept is not None and parameter in keepable and _keep_blocks(parameter, checkpoint, name, stored, kept)
-        if not keeps:
+        if keeps:
+            assert kept is not None
+            check.note_blocks(kept[parameter], stored.names)
+        else:
             _fill(parameter, checkpoint, name, stored)
+            check.note(parameter, stored.names)
         threads.adjust()
         if progress is not None:
             progress(str(checkpoint.path), done + 1, len(weights))
+    check.complain()
 
 
 def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint) -> bool:
@@ -132,7 +140,7 @@ def _fill(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: We
     use_large_pages(parameter)
     with torch.no_grad():
         if weight.combine is not None:
-            combined = _combined(checkpoint, weight)
+            combined = _combined(checkpoint, weight, parameter)
             _check_shape(parameter, tuple(combined.shape), checkpoint, name, weight)
             parameter.copy_(combined)
             return
@@ -147,6 +155,7 @@ def _read(checkpoint: Checkpoint, source: str, out: Tensor) -> None:
         return
     tensor = checkpoint.tensor(source)
     assert tensor.shape == out.shape, (source, tensor.shape, out.shape)
+    check_kind(checkpoint, source, tensor, out)
     out.copy_(tensor)
 
 
@@ -173,9 +182,11 @@ def _check_shape(
         )
 
 
-def _combined(checkpoint: Checkpoint, weight: Weight) -> Tensor:
+def _combined(checkpoint: Checkpoint, weight: Weight, parameter: nn.Parameter) -> Tensor:
     assert weight.combine is not None
     tensors = [checkpoint.tensor(source) for source in weight.names]
+    for source, tensor in zip(weight.names, tensors, strict=True):
+        check_kind(checkpoint, source, tensor, parameter)
     try:
         return weight.combine(tensors)
     except RuntimeError as error:
