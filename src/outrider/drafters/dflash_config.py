@@ -206,8 +206,8 @@ def _check(config: DFlashConfig, present: dict[str, tuple[int, ...]], target: Ta
     known = config.vocab_size if config.own_embedding else target.embed.vocab_size
     if not config.own_mask and not 0 <= config.mask_token < known:
         raise ValueError(
-            f"mask token {config.mask_token} has no embedding among the {known} there are, and the checkpoint has no "
-            "mask_embedding tensor: it belongs to another target"
+            f"mask token {config.mask_token} has no embedding among the {known} there are (mask_token_id), and the "
+            "checkpoint has no mask_embedding tensor: it belongs to another target"
         )
     _check_vocabulary(config, target)
 

@@ -42,7 +42,7 @@ def building(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 def build_target(checkpoint: Checkpoint) -> Target:
     architectures = checkpoint.config.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
-        raise ValueError(f"{checkpoint.path}: config.json must name one architecture, not {architectures!r}")
+        raise ValueError(f"{checkpoint.path}: config.json: architectures must name one, not {architectures!r}")
     return targets[architectures[0]].from_config(checkpoint.config)
 
 
