@@ -200,7 +200,7 @@ def _check(config: DFlashConfig, present: dict[str, tuple[int, ...]], target: Ta
         )
     if not config.own_embedding and config.hidden_size != target.embed.hidden_size:
         raise ValueError(
-            f"the drafter has no embed_tokens.weight, and cannot share the target's: its hidden size is "
+            f"the drafter has no embed_tokens.weight, and cannot share the target's: its hidden_size is "
             f"{config.hidden_size}, the target's {target.embed.hidden_size}"
         )
     known = config.vocab_size if config.own_embedding else target.embed.vocab_size

@@ -33,7 +33,7 @@ class DraftModel(Drafter):
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> DraftModel:
         if checkpoint is None:
             raise ValueError('method draft_model needs "model": a checkpoint that shares the target\'s tokenizer')
-        architectures = checkpoint.config.get("architectures") or ["unnamed"]
+        architectures = checkpoint.config.get("architectures") or []
         if len(architectures) != 1:
             raise ValueError(f"{checkpoint.path}: config.json: architectures must name one, not {architectures!r}")
         model = targets[architectures[0]].from_config(checkpoint.config)
