@@ -26,8 +26,8 @@ from outrider.config import EngineConfig, SpeculativeConfig
 class Pairs:
     """Makes pairs as they are asked for. Names are "family method"; a family stands for its kind of memory."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, device: str = "cpu") -> None:
+        self._directory, self._device = directory, device
         self._made: dict[str, Path] = {}
 
     @staticmethod
@@ -48,14 +48,14 @@ class Pairs:
         folder = self._directory / name.replace(" ", "-")
         folder.mkdir(exist_ok=True)
         if method == "none":
-            return Pair(name, EngineConfig(self._target(family), device="cpu"), None)
+            return Pair(name, EngineConfig(self._target(family), device=self._device), None)
         path = sample_target(method, folder, self._target, family)
         if method == "mtp":
             tiny.save_tokenizer(path)
         settings = drafter_settings(method.removeprefix("ngram+"), folder, self._target, family)
         if "+" in method:
             settings |= {"method": method}
-        return Pair(name, EngineConfig(path, device="cpu"), SpeculativeConfig.from_dict(settings))
+        return Pair(name, EngineConfig(path, device=self._device), SpeculativeConfig.from_dict(settings))
 
     def _target(self, family: str, **overrides: Any) -> Path:
         key = f"{family}-{sorted(overrides.items())}"
@@ -89,12 +89,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--world", help="one world, by its seed")
     parser.add_argument("--pair", help="family and method; all by turns where it is left out")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", help="numbers of the requests that are asked in the world")
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        record_on_a_cpu(patch)
-        pairs = Pairs(Path(directory))
+        if given.device == "cpu":
+            record_on_a_cpu(patch)
+        pairs = Pairs(Path(directory), given.device)
         if given.world is not None:
             pair = pairs.pair(given.pair)
             only = list(map(int, given.only.split(","))) if given.only else None
