@@ -120,8 +120,10 @@ _KINDS: dict[Kind, str] = {
     TEXTS: "architectures layer_types layers_block_type mtp_layers_block_type mlp_layer_types mtp_layer_types "
     "mtp_mlp_layer_types yarn_only_types",
     replace(TEXT, other=WHOLES): "moe_layers_enum",
-    WHOLES: "mlp_only_layers mrope_section deepstack_visual_indexes eagle_aux_hidden_state_layer_ids layer_ids "
-    "target_layer_ids dspark_target_layer_ids aux_hidden_state_layer_ids",
+    WHOLES: "mlp_only_layers mrope_section deepstack_visual_indexes",
+    # the output of layer -1 is the embedding
+    _listed(_whole(-1, 4096)): "eagle_aux_hidden_state_layer_ids layer_ids target_layer_ids dspark_target_layer_ids "
+    "aux_hidden_state_layer_ids",
     LIMITS: "swiglu_limits swiglu_limits_shared",
     replace(OBJECT, null=LEFT_OUT): "text_config vision_config",
     OBJECT: "rope_parameters rope_scaling full_attention sliding_attention eagle_config "
