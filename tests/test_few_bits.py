@@ -11,6 +11,7 @@ import pytest
 import torch
 from quantised_models import quantise_model
 from quantised_packing import WAYS
+from safetensors.torch import load_file, save_file
 from samples import drafter_settings, guide
 
 from outrider import LLM, SamplingParams
@@ -101,3 +102,17 @@ def test_rounding_is_refused_where_there_are_no_kernels(target_path: Callable[..
         LLM(target_path(), None, quantization="int4", **OPTIONS)
     with pytest.raises(ValueError, match="not quantised, and can be rounded to fp8 or int4, not awq"):
         LLM(target_path(), None, quantization="awq", **OPTIONS)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("part", "value"), [("_scale_inv", float("nan")), ("", 0x7F)])
+def test_what_is_no_number_is_refused(part: str, value: float, tmp_path: Path) -> None:
+    quantised, _ = quantise_model(tmp_path, "fp8")
+    name = f"model.layers.1.mlp.down_proj.weight{part}"
+    (shard,) = [path for path in quantised.glob("*.safetensors") if name in load_file(path)]
+    tensors = load_file(shard)
+    tensor = tensors[name] if part else tensors[name].view(torch.uint8)
+    tensor[1, 1] = value
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"tensor model.layers.1.mlp.down_proj.weight holds NaN"):
+        LLM(quantised, None, **OPTIONS)

@@ -273,6 +273,21 @@ def test_a_tower_tensor_that_is_missing_is_named(vision_path: Callable[[str], Pa
         llm.generate([{"prompt": "<img>", "multi_modal_data": {"image": picture(1)}}], GREEDY)
 
 
+def test_a_tower_weight_that_is_no_number_is_named(vision_path: Callable[[str], Path], tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "broken"
+    shutil.copytree(vision_path("qwen2_5_vl"), path)
+    tensors = load_file(path / "model.safetensors")
+    (name,) = [each for each in tensors if each.endswith("visual.blocks.1.attn.qkv.weight")]
+    tensors[name][0, 0] = torch.nan
+    save_file(tensors, path / "model.safetensors")
+    with LLM(path, None, **SMALL) as llm, pytest.raises(ValueError, match=r"visual\.blocks\.1\.attn\.qkv.* holds NaN"):
+        llm.generate([{"prompt": "<img>", "multi_modal_data": {"image": picture(1)}}], GREEDY)
+
+
 def test_a_feature_drafter_gets_the_positions_of_the_states_it_reads(
     vision_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,7 +261,7 @@ def _bounded(config: EngineConfig, target: Target) -> EngineConfig:
     if config.max_model_len is not None and config.max_model_len > target.max_len:
         raise ValueError(
             f"max_model_len {config.max_model_len} is beyond the {target.max_len} positions that {config.model} was "
-            "made for: lower it"
+            "made for (max_position_embeddings): lower it"
         )
     return config
 

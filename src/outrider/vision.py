@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from outrider.engine.finite import FiniteCheck, check_kind
 from outrider.extras import extra_missing
 from outrider.models.base import Target, Vision
 from outrider.tokenizer import Tokenizer
@@ -191,9 +192,15 @@ def _image_processor(transformers: ModuleType, path: Path) -> Any:
 
 def _build(transformers: ModuleType, path: Path) -> nn.Module:
     """The multimodal model with a real vision part and a language part that takes no memory."""
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(config).model
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        with torch.device("meta"):
+            model = transformers.AutoModelForImageTextToText.from_config(config).model
+    except Exception as error:  # whatever its many config classes make of what they do not expect
+        raise ValueError(
+            f"{path}: transformers cannot build the vision tower that config.json describes ({error!r}); "
+            "repair vision_config, or download the file again"
+        ) from error
     for name, part in list(model.named_children()):
         if name == "language_model":
             setattr(model, name, None)
@@ -207,6 +214,7 @@ def _build(transformers: ModuleType, path: Path) -> nn.Module:
 def _fill(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Every stored tensor of the tower, strictly. Names on disk differ in a prefix, older ones in a wrapper too."""
     stored = {name.removeprefix("model.").replace(".vision_model.", "."): name for name in checkpoint.names()}
+    check = FiniteCheck(checkpoint)
     for name, tensor in model.state_dict().items():
         if name not in stored:
             raise ValueError(f"{checkpoint.path} lacks tensor {name} of its vision tower: the download is incomplete")
@@ -216,4 +224,7 @@ def _fill(model: nn.Module, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.path}: {stored[name]} has shape {tuple(found.shape)}, but config.json asks for "
                 f"{tuple(tensor.shape)}"
             )
+        check_kind(checkpoint, stored[name], found, tensor)
         tensor.copy_(found)
+        check.note(tensor, (stored[name],))
+    check.complain()

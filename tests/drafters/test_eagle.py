@@ -135,7 +135,7 @@ BROKEN = {
     "norm": ({}, {"use_last_layernorm": True}, r"use_last_layernorm=True.*norm\.weight"),
     "surplus": ({"mystery.weight": torch.zeros(3)}, {}, r"mystery\.weight"),
     "misshapen": ({"fc.weight": torch.zeros(64, 192)}, {}, r"fc\.weight has shape"),
-    "other target": ({}, {"hidden_size": 128}, "hidden size is 128, the target's 64"),
+    "other target": ({}, {"hidden_size": 128}, "hidden_size is 128, the target's 64"),
     "activation": ({}, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     "two of a kind": ({"model.fc.weight": torch.zeros(64, 128)}, {}, r"fc\.weight"),
 }

@@ -216,7 +216,7 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Tensor | None], dict[str, Any]
     ),
     "two mask tokens": ({"pard_token": 5}, {}, {}, "pard_token = 5, ptd_token_id = 77"),
     "mask token out of range": ({"ptd_token_id": tiny.VOCAB}, {}, {}, f"ids are 0..{tiny.VOCAB - 1}"),
-    "mask token no number": ({"ptd_token_id": "77"}, {}, {}, "ptd_token_id = '77' is no token id"),
+    "mask token no number": ({"ptd_token_id": "77"}, {}, {}, "ptd_token_id must be a whole number .*, not '77'"),
     "no mask_hidden": ({}, {"mask_hidden": None}, {}, "lacks tensor mask_hidden"),
     "mask_hidden too short": ({}, {"mask_hidden": torch.zeros(1, 1, 64)}, {}, r"mask_hidden has shape \(64,\).*192"),
     "mask_hidden twice": ({}, {"model.mask_hidden": torch.zeros(192)}, {}, "nothing uses, tensor .*mask_hidden"),

@@ -386,9 +386,29 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     for builder in builders:
         builder.join(timeout=120)
     assert [builder.exitcode for builder in builders] == [0, 0]
-    (built,) = tmp_path.iterdir()  # one library, and nothing left over
+    digest, built = sorted(tmp_path.iterdir())  # one library, and nothing left over
+    assert (digest.suffix, built.suffix) == (".sha256", ".so")
     assert ctypes.CDLL(str(built)).outrider_linear
     assert native.build(tmp_path) == built
+
+
+@needs_compiler
+def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading half a library ends the process with SIGBUS, at every start: it is looked at before."""
+    source = tmp_path / "short.c"  # quicker to compile
+    source.write_text('__attribute__((visibility("default"))) int outrider_answer(void) { return 42; }')
+    monkeypatch.setattr(native, "SOURCE", source)
+    built = native.build(tmp_path)
+    whole, first = built.read_bytes(), built.stat().st_mtime_ns
+    assert native.build(tmp_path).stat().st_mtime_ns == first  # found, not built
+    for damaged in (whole[: len(whole) // 3], b"", whole[:-1] + bytes([whole[-1] ^ 1])):
+        built.write_bytes(damaged)
+        assert native.build(tmp_path) == built
+        assert len(built.read_bytes()) == len(whole)
+    built.with_suffix(".sha256").unlink()  # as an earlier version left it
+    assert native.build(tmp_path) == built
+    assert built.with_suffix(".sha256").exists()
+    assert ctypes.CDLL(str(built)).outrider_answer() == 42
 
 
 def test_without_a_compiler_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from outrider.bench.depth_command import depth
 from outrider.bench.server_commands import overhead, serve, soak
 from outrider.bench.startup_command import startup
 from outrider.bench.traffic_command import traffic
+from outrider.certify.fuzz_command import fuzz
 from outrider.commands import Group, add
 from outrider.console import open_consoles, print_json, progress_bar
 from outrider.options import (
@@ -258,6 +259,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "overhead": overhead,
     "soak": soak,
+    "fuzz": fuzz,
 }
 for _name, _command in COMMANDS.items():
     add(bench_app, _name, _command)

@@ -107,7 +107,7 @@ class DFlash(Drafter):
         if lookahead > config.block_size:  # it drafts well in shorter blocks than it was trained with, not in longer
             raise ValueError(
                 f"num_speculative_tokens is {lookahead}, but the drafter was trained with blocks of "
-                f"{config.block_size}: ask for at most {config.block_size}"
+                f"{config.block_size}: ask for at most {config.block_size} (block_size)"
             )
         return cls(config, target, lookahead)
 

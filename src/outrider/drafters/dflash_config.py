@@ -200,14 +200,14 @@ def _check(config: DFlashConfig, present: dict[str, tuple[int, ...]], target: Ta
         )
     if not config.own_embedding and config.hidden_size != target.embed.hidden_size:
         raise ValueError(
-            f"the drafter has no embed_tokens.weight, and cannot share the target's: its hidden size is "
+            f"the drafter has no embed_tokens.weight, and cannot share the target's: its hidden_size is "
             f"{config.hidden_size}, the target's {target.embed.hidden_size}"
         )
     known = config.vocab_size if config.own_embedding else target.embed.vocab_size
     if not config.own_mask and not 0 <= config.mask_token < known:
         raise ValueError(
-            f"mask token {config.mask_token} has no embedding among the {known} there are, and the checkpoint has no "
-            "mask_embedding tensor: it belongs to another target"
+            f"mask token {config.mask_token} has no embedding among the {known} there are (mask_token_id), and the "
+            "checkpoint has no mask_embedding tensor: it belongs to another target"
         )
     _check_vocabulary(config, target)
 

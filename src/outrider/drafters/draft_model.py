@@ -33,13 +33,15 @@ class DraftModel(Drafter):
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> DraftModel:
         if checkpoint is None:
             raise ValueError('method draft_model needs "model": a checkpoint that shares the target\'s tokenizer')
-        (architecture,) = checkpoint.config.get("architectures") or ["unnamed"]
-        model = targets[architecture].from_config(checkpoint.config)
+        architectures = checkpoint.config.get("architectures") or []
+        if len(architectures) != 1:
+            raise ValueError(f"{checkpoint.path}: config.json: architectures must name one, not {architectures!r}")
+        model = targets[architectures[0]].from_config(checkpoint.config)
         # Vocabularies are padded to a multiple of something; more than that apart, they are different tokenizers.
         if abs(model.vocab_size - target.vocab_size) > 512:
             raise ValueError(
-                f"draft model {checkpoint.path} has a vocabulary of {model.vocab_size}, the target one of "
-                f"{target.vocab_size}: they cannot share token ids; choose a draft model with the same tokenizer"
+                f"draft model {checkpoint.path} has a vocabulary of {model.vocab_size} (vocab_size), the target one "
+                f"of {target.vocab_size}: they cannot share token ids; choose a draft model with the same tokenizer"
             )
         mask_token = (
             resolve_mask_token(checkpoint.config, model.embed.vocab_size) if settings.parallel_drafting else None

@@ -85,7 +85,7 @@ def resolve(checkpoint: Checkpoint, target: Target) -> EagleConfig:
     reader.note("taps", (target.num_layers,), "method eagle: the last state, after the target's final norm")
     if layers.hidden_size != target.hidden_size:
         raise ValueError(
-            f"the head's hidden size is {layers.hidden_size}, the target's {target.hidden_size}: an EAGLE head reads "
+            f"the head's hidden_size is {layers.hidden_size}, the target's {target.hidden_size}: an EAGLE head reads "
             "the target's states as they are, so it belongs to another target"
         )
     return config

@@ -196,7 +196,7 @@ def _check(config: Eagle3Config, checkpoint: Checkpoint, target: Target) -> None
         )
     if not config.own_embedding and config.hidden_size != target.embed.hidden_size:
         raise ValueError(
-            f"the head has no embed_tokens.weight, and cannot share the target's: its hidden size is "
+            f"the head has no embed_tokens.weight, and cannot share the target's: its hidden_size is "
             f"{config.hidden_size}, the target's {target.embed.hidden_size}"
         )
     _check_vocabulary(config, target)

@@ -45,6 +45,8 @@ def resolve(checkpoint: Checkpoint, target: Target) -> AssistantConfig:
     if not isinstance(config.get("text_config"), dict):
         raise ValueError("config.json of a Gemma 4 assistant lacks text_config")
     text = {**DEFAULTS, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, **nested_text(config)}
+    require(text, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    require(text, "num_key_value_heads", "head_dim", "global_head_dim", "max_position_embeddings")
     num_layers = text["num_hidden_layers"]
     for key, *supported in (
         ("hidden_size_per_layer_input", 0),

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from outrider.engine.config_check import checked_config
 from outrider.engine.gguf import GgufCheckpoint
 from outrider.engine.gguf_tokenizer import build_tokenizer
 from outrider.engine.quantised import dequantised
@@ -48,7 +49,7 @@ class SafetensorsCheckpoint:
         self.path = path
         if not (path / "config.json").is_file():
             raise ValueError(f"{path / 'config.json'} is missing; {_advice_on_directory(path)}")
-        self.config = read_json_object(path / "config.json")
+        self.config = checked_config(read_json_object(path / "config.json"), path / "config.json")
         generation = path / "generation_config.json"
         self.generation_config = read_json_object(generation) if generation.is_file() else {}
         self._files = ExitStack()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from outrider.engine.config_check import checked_config
 from outrider.engine.gguf_architectures import ARCHITECTURES, MODEL_NAMES
 from outrider.engine.gguf_file import REQUIRED, HeaderReader, TensorEntry
 from outrider.engine.gguf_weights import (
@@ -41,7 +42,7 @@ class GgufCheckpoint:
         rope_factors = entries.pop("rope_freqs.weight", None)
         self._entries = {self._translate(name): entry for name, entry in entries.items()}
         check_readable(list(self._entries.values()))
-        self.config = self._read_config(rope_factors)
+        self.config = checked_config(self._read_config(rope_factors), self.path)
         self.generation_config = self._read_generation_config()
 
     def names(self) -> list[str]:

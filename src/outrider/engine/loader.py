@@ -14,6 +14,7 @@ import outrider.drafters
 import outrider.models  # noqa: F401  (registers the targets)
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, drafters
+from outrider.engine.finite import FiniteCheck, check_kind
 from outrider.engine.gguf import GgufCheckpoint
 from outrider.engine.host_memory import use_large_pages
 from outrider.engine.quantised import QuantisedCheckpoint
@@ -45,7 +46,7 @@ def building(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 def build_target(checkpoint: Checkpoint) -> Target:
     architectures = checkpoint.config.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
-        raise ValueError(f"{checkpoint.path}: config.json must name one architecture, not {architectures!r}")
+        raise ValueError(f"{checkpoint.path}: config.json: architectures must name one, not {architectures!r}")
     return targets[architectures[0]].from_config(checkpoint.config)
 
 
@@ -89,9 +90,9 @@ def load_weights(
     kept: KeptBlocks | None = None,
     kind: Kind | None = None,
 ) -> None:
-    """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it. Where `kept` is given,
-    quantised matrices that can be used as they are come there, and their parameters stay without memory; so do others,
-    rounded to numbers of this kind, where one is given."""
+    """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it, and so is one that holds
+    what no weight can be. Where `kept` is given, quantised matrices that can be used as they are come there, and their
+    parameters stay without memory; so do others, rounded to numbers of this kind, where one is given."""
     weights = module.weights()
     parameters = dict(module.named_parameters())
     assert weights.keys() == parameters.keys(), weights.keys() ^ parameters.keys()
@@ -108,17 +109,23 @@ def load_weights(
     keepable = {layer.weight for layer in packable(module)}
     if not isinstance(checkpoint, GgufCheckpoint):  # rows of an embedding are looked up, not computed with
         keepable -= {layer.weight for layer in packable(module) if isinstance(layer, Embedding)}
+    check = FiniteCheck(checkpoint)
     for done, (name, weight) in enumerate(weights.items()):
         stored = replace(weight, names=tuple(actual[source] for source in weight.names))
         parameter = parameters[name]
         keeps = kept is not None and parameter in keepable and _keep_blocks(parameter, checkpoint, name, stored, kept)
-        if not keeps:
+        if keeps:
+            assert kept is not None
+            check.note_kept(kept[parameter], stored.names)
+        else:
             _fill(parameter, checkpoint, name, stored)
+            check.note(parameter, stored.names)
             if kind is not None and kept is not None and parameter in keepable:
                 _keep(parameter, quantise(parameter.detach(), kind), kept)
         threads.adjust()
         if progress is not None:
             progress(str(checkpoint.path), done + 1, len(weights))
+    check.complain()
 
 
 def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint) -> bool:
@@ -127,7 +134,7 @@ def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint) -> bool:
     with torch.inference_mode():
         if isinstance(checkpoint, GgufCheckpoint):
             return use_native(floats) and gains_from_packing(module)
-        return not isinstance(checkpoint, GgufCheckpoint) and use_triton(floats)
+        return use_triton(floats)
 
 
 def keeps_few_bits(checkpoint: Checkpoint, device: torch.device, kind: Kind | None) -> bool:
@@ -171,7 +178,7 @@ def _fill(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: We
     use_large_pages(parameter)
     with torch.no_grad():
         if weight.combine is not None:
-            combined = _combined(checkpoint, weight)
+            combined = _combined(checkpoint, weight, parameter)
             _check_shape(parameter, tuple(combined.shape), checkpoint, name, weight)
             parameter.copy_(combined)
             return
@@ -186,6 +193,7 @@ def _read(checkpoint: Checkpoint, source: str, out: Tensor) -> None:
         return
     tensor = checkpoint.tensor(source)
     assert tensor.shape == out.shape, (source, tensor.shape, out.shape)
+    check_kind(checkpoint, source, tensor, out)
     out.copy_(tensor)
 
 
@@ -212,9 +220,11 @@ def _check_shape(
         )
 
 
-def _combined(checkpoint: Checkpoint, weight: Weight) -> Tensor:
+def _combined(checkpoint: Checkpoint, weight: Weight, parameter: nn.Parameter) -> Tensor:
     assert weight.combine is not None
     tensors = [checkpoint.tensor(source) for source in weight.names]
+    for source, tensor in zip(weight.names, tensors, strict=True):
+        check_kind(checkpoint, source, tensor, parameter)
     try:
         return weight.combine(tensors)
     except RuntimeError as error:

@@ -144,7 +144,7 @@ class Blocks:
         if found is None or self.values.ndim != 2 or not is_packable(num_columns, columns, found[0]):
             return None
         kind, numbers, middle = found
-        scale = self._rows(_scale_values(self.scale) if self.scale.dtype == torch.uint8 else self.scale)
+        scale = self._rows(_scale_values(self.scale) if self.scale.element_size() == 1 else self.scale)
         zero = None if self.zero is None else self._rows(self.zero.float())
         offset = None if zero is None or (zero == middle).all() else (middle - zero) * scale.float()
         if self.groups is None:

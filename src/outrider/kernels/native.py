@@ -74,13 +74,15 @@ def library() -> ctypes.CDLL | None:
 
 
 def build(directory: Path) -> Path:
-    """Compile native.c into the directory unless this source, compiler and processor have met there before."""
+    """Compile native.c into the directory unless this source, compiler and processor have met there before. A library
+    that is not what was built, as a full disk leaves one, is built again: loading it would end the process."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise FileNotFoundError("no C compiler on the path")
     runtime = openmp_runtime()
     target = directory / f"native-{_fingerprint(compiler, runtime)}.so"
-    if target.exists():
+    digest = target.with_suffix(".sha256")
+    if _is_whole(target, digest):
         return target
     with tempfile.TemporaryDirectory(dir=directory) as workplace:
         compiled, linked = Path(workplace, "native.o"), Path(workplace, "native.so")
@@ -88,8 +90,22 @@ def build(directory: Path) -> Path:
         # Linked without -fopenmp, which would bring a second runtime with a thread pool of its own.
         runtime_flags = [str(runtime), f"-Wl,-rpath,{runtime.parent}"] if runtime else ["-fopenmp"]
         _call(compiler, "-shared", str(compiled), *runtime_flags, "-lm", "-o", str(linked))
+        written = Path(workplace, "native.sha256")
+        written.write_text(_digest(linked))
         os.replace(linked, target)  # atomic: of several processes that build at once, any may win
+        os.replace(written, digest)
     return target
+
+
+def _is_whole(library: Path, digest: Path) -> bool:
+    try:
+        return digest.read_text() == _digest(library)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def cache_directory() -> Path:

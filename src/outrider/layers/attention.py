@@ -32,6 +32,18 @@ class AttentionShape:
     head_norm_offset: float = 0.0
     sinks: bool = False  # a learnt logit per head that takes weight and brings no value
 
+    def __post_init__(self) -> None:
+        if self.head_dim < 1:
+            raise ValueError(
+                f"config.json: hidden_size {self.hidden_size} is less than num_attention_heads ({self.num_heads}), and "
+                "head_dim is not given"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads ({self.num_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_kv_heads})"
+            )
+
     @property
     def is_plain(self) -> bool:
         """Whether the fused native block can compute it."""

@@ -68,7 +68,7 @@ def _stretch(rope: dict[str, Any]) -> float:
     """What YaRN multiplies all of a query and of a key with. What it does to their turning parts besides
     (mscale / mscale_all_dim) is in the rotary tables."""
     kind, weight = rope.get("rope_type", rope.get("type", "default")), rope.get("mscale_all_dim")
-    if kind == "default" or not weight or rope["factor"] <= 1:
+    if kind == "default" or not weight or rope.get("factor", 1.0) <= 1:
         return 1.0
     return 0.1 * weight * math.log(rope["factor"]) + 1.0
 

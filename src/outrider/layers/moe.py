@@ -22,6 +22,15 @@ class ExpertShape:
     activation: Activation = silu_mul
 
 
+def check_choice(num_chosen: int, num_experts: int) -> None:
+    """A ValueError where there are not so many experts to choose."""
+    if not 1 <= num_chosen <= num_experts:
+        raise ValueError(
+            f"config.json: a token cannot go to {num_chosen} of {num_experts} experts (num_experts_per_tok, moe_top_k "
+            "or top_k_experts; num_experts, num_local_experts, n_routed_experts or moe_num_experts)"
+        )
+
+
 class Experts(nn.Module):
     def __init__(self, shape: ExpertShape) -> None:
         super().__init__()
@@ -49,6 +58,7 @@ class SoftmaxRouter(nn.Module):
 
     def __init__(self, hidden_size: int, num_experts: int, num_chosen: int, *, renormalise: bool) -> None:
         super().__init__()
+        check_choice(num_chosen, num_experts)
         self.gate = Linear(hidden_size, num_experts)
         self.num_chosen = num_chosen
         self.renormalise = renormalise
@@ -66,6 +76,15 @@ class SigmoidRouting:
     num_kept_groups: int = 1
     renormalise: bool = True
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_choice(self.num_chosen, self.num_experts)
+        eligible = self.num_experts // self.num_groups * self.num_kept_groups
+        if self.num_experts % self.num_groups or self.num_kept_groups > self.num_groups or self.num_chosen > eligible:
+            raise ValueError(
+                f"config.json: {self.num_chosen} of {self.num_experts} experts (num_experts_per_tok) cannot be chosen "
+                f"from {self.num_kept_groups} of {self.num_groups} groups (topk_group, n_group)"
+            )
 
 
 class SigmoidRouter(nn.Module):

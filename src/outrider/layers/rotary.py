@@ -33,7 +33,9 @@ class Rotary:
         part = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
         dim = head_dim if kind == "proportional" else int(head_dim * part)
         if kind not in _KINDS:
-            raise ValueError(f"rope type {kind!r} is not supported; known: {', '.join(sorted(_KINDS))}")
+            raise ValueError(f"config.json: rope_type {kind!r} is not supported; known: {', '.join(sorted(_KINDS))}")
+        if not isinstance(theta, int | float):
+            raise ValueError(f"config.json: rope_theta must be one number for this architecture, not {theta!r}")
         inv_freq = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         missing = [key for key in _NEEDS.get(kind, ()) if key not in scaling]
         if missing:

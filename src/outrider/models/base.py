@@ -159,6 +159,14 @@ def nested_text(config: dict[str, Any]) -> dict[str, Any]:
     return {**config["text_config"], **outer}
 
 
+def of_layers(config: dict[str, Any], key: str, num_layers: int) -> list[Any]:
+    """A list that has an entry for every layer at least."""
+    (entries,) = require(config, key)
+    if len(entries) < num_layers:
+        raise ValueError(f"config.json: {key} has {len(entries)} entries for {num_layers} layers (num_hidden_layers)")
+    return entries
+
+
 def require(config: dict[str, Any], *keys: str) -> list[Any]:
     """The values of keys that an architecture cannot do without."""
     missing = [key for key in keys if config.get(key) is None]

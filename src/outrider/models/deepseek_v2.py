@@ -10,7 +10,7 @@ from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
 from outrider.layers.mla import LatentAttention, LatentBlock, LatentShape, latent_weights, rope_settings
 from outrider.layers.mlp import GatedMLP
-from outrider.layers.moe import Experts, ExpertShape, MixtureMLP, experts_by_number, router_logits
+from outrider.layers.moe import Experts, ExpertShape, MixtureMLP, check_choice, experts_by_number, router_logits
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.base import Target, refuse, require, targets
@@ -23,6 +23,7 @@ class GroupRouter(nn.Module):
     def __init__(self, hidden_size: int, config: dict[str, Any]) -> None:
         super().__init__()
         num_experts, self.num_chosen = require(config, "n_routed_experts", "num_experts_per_tok")
+        check_choice(self.num_chosen, num_experts)
         self.gate = Linear(hidden_size, num_experts)
         self.scale = config.get("routed_scaling_factor", 1.0)
         grouped = config.get("topk_method", "greedy") == "group_limited_greedy"

@@ -101,8 +101,8 @@ class Gemma3(Target):
         ]
         if set(kinds) - {FULL, SLIDING} or len(kinds) != num_layers:
             raise ValueError(
-                f"config.json: layer_types must hold {FULL!r} or {SLIDING!r} for each of the {num_layers} layers, "
-                f"not {len(kinds)} entries of {sorted(set(kinds))}"
+                f"config.json: layer_types must hold {FULL!r} or {SLIDING!r} for each of the {num_layers} layers "
+                f"(num_hidden_layers), not {len(kinds)} entries of {sorted(set(kinds))}"
             )
         return list(kinds)
 

@@ -14,7 +14,7 @@ from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
-from outrider.layers.moe import Experts, ExpertShape
+from outrider.layers.moe import Experts, ExpertShape, check_choice
 from outrider.layers.norm import RMSNorm
 from outrider.layers.per_layer import PER_LAYER, PerLayerGate, PerLayerInputs
 from outrider.layers.rotary import Rotary
@@ -87,6 +87,7 @@ class Gemma4Router(nn.Module):
 
     def __init__(self, hidden_size: int, num_experts: int, num_chosen: int, eps: float) -> None:
         super().__init__()
+        check_choice(num_chosen, num_experts)
         self.gate = Linear(hidden_size, num_experts)
         self.scale = nn.Parameter(torch.empty(hidden_size))
         self.expert_scale = nn.Parameter(torch.empty(num_experts))

@@ -11,10 +11,10 @@ from outrider.kernels.activation import clamped_swish_mul
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import DecoderBlock
 from outrider.layers.linear import Linear
-from outrider.layers.moe import Experts, ExpertShape, MixtureMLP
+from outrider.layers.moe import Experts, ExpertShape, MixtureMLP, check_choice
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
-from outrider.models.base import require, targets
+from outrider.models.base import of_layers, require, targets
 from outrider.models.llama import Llama
 from outrider.types import Weight
 
@@ -34,6 +34,7 @@ class LogitRouter(nn.Module):
 
     def __init__(self, hidden_size: int, num_experts: int, num_chosen: int) -> None:
         super().__init__()
+        check_choice(num_chosen, num_experts)
         self.gate = Linear(hidden_size, num_experts, bias=True)
         self.num_chosen = num_chosen
 
@@ -63,7 +64,9 @@ class GptOss(Llama):
 
     def layer_type(self, number: int) -> str:
         kinds = ("sliding_attention", "full_attention")
-        kind = self.config["layer_types"][number] if self.config.get("layer_types") else kinds[number % 2]
+        given = self.config.get("layer_types")
+        num_layers = self.config["num_hidden_layers"]
+        kind = of_layers(self.config, "layer_types", num_layers)[number] if given else kinds[number % 2]
         if kind not in kinds:
             raise ValueError(f"config.json: layer_types has {kind!r}; supported are {' and '.join(kinds)}")
         return kind

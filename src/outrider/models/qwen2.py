@@ -6,7 +6,7 @@ from typing import Any
 from outrider.layers.attention import AttentionShape
 from outrider.layers.block import DecoderBlock
 from outrider.layers.rotary import Rotary
-from outrider.models.base import targets
+from outrider.models.base import of_layers, targets
 from outrider.models.llama import Llama
 
 
@@ -16,7 +16,7 @@ def windowed_layers(config: dict[str, Any]) -> list[bool]:
     if not config.get("use_sliding_window", False) or not config.get("sliding_window"):
         return [False] * num_layers
     if config.get("layer_types"):
-        return [kind == "sliding_attention" for kind in config["layer_types"]]
+        return [kind == "sliding_attention" for kind in of_layers(config, "layer_types", num_layers)]
     return [number >= config.get("max_window_layers", 28) for number in range(num_layers)]
 
 

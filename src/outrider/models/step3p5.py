@@ -260,7 +260,10 @@ def _mixtures(config: dict[str, Any]) -> set[int]:
     if config.get("mlp_layer_types"):
         return {number for number, kind in enumerate(config["mlp_layer_types"]) if kind == "sparse"}
     (numbers,) = require(config, "moe_layers_enum")
-    return {int(number) for number in (numbers.split(",") if isinstance(numbers, str) else numbers)}
+    try:
+        return {int(number) for number in (numbers.split(",") if isinstance(numbers, str) else numbers)}
+    except ValueError as error:
+        raise ValueError(f"config.json: moe_layers_enum must list layers by number, not {numbers!r}") from error
 
 
 def _rope(config: dict[str, Any], number: int, kind: str) -> dict[str, Any]:
