@@ -126,10 +126,12 @@ def test_joins_at_random(method: str | None, family: str, target_path: Callable[
     Oracle.truth = truth
     settings = None if method is None else drafter_settings(method, tmp_path, target_path, family)
     options: dict[str, Any] = {"max_num_seqs": 5, "max_num_batched_tokens": 32, "page_size": 4}
-    with LLM(path, settings, max_model_len=64, device="cpu", **options) as llm:
+    with (
+        LLM(path, settings, max_model_len=64, device="cpu", **options) as llm,
+        llm.engine.drafting_with(Restless(llm.engine.lookahead, chance.randrange(100))),
+    ):
         if llm.drafter is not None:
             guide(llm.drafter, truth, llm.target.vocab_size)
-            llm.engine.drafting.policy = Restless(llm.engine.lookahead, chance.randrange(100))
         engine, expected, left = llm.engine, [], []
         for number in range(12):
             which, place = chance.randrange(len(VARIED)), chance.randrange(len(PROMPTS))
@@ -158,11 +160,11 @@ def test_many_requests_need_not_have_room_for_all_drafts(target_path: Callable[.
     prompts = [[5 + number, 6, 7, 8] for number in range(18)]
     with LLM(target_path(), None, enforce_eager=True, **options) as llm:
         plain = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
-    with LLM(target_path(), settings, **options) as llm:
+    policy = Restless(5, 1, followed=1.0)
+    with LLM(target_path(), settings, **options) as llm, llm.engine.drafting_with(policy):
         assert llm.drafter is not None
         guide(llm.drafter, [p + t for p, t in zip(prompts, plain, strict=True)], llm.target.vocab_size)
         seen: list[Landed] = []
-        llm.engine.drafting.policy = policy = Restless(llm.engine.lookahead, 1, followed=1.0)
         note = policy.note
 
         def spy(landed: Landed) -> None:

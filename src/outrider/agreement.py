@@ -162,7 +162,7 @@ def _observing(engine: Engine, drafter: Drafter) -> Iterator[Observed]:
     engine.scheduler = Scheduler(limits, PagePool(engine.scheduler.pool.num_pages))
     observed = Observed(drafter, lambda: engine.scheduler.running)
     try:
-        with engine.drafting_with(observed, FixedDepth(drafter.lookahead)):
+        with engine.drafting_with(FixedDepth(drafter.lookahead), observed):
             yield observed
     finally:
         engine.scheduler = before

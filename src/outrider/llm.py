@@ -21,6 +21,7 @@ from outrider.engine.grammar import Guide
 from outrider.engine.loader import Progress
 from outrider.engine.request import Request, TextStream
 from outrider.engine.shared import SharedEngine
+from outrider.engine.warm_up import warm_up
 from outrider.models.base import Target
 from outrider.outputs import RequestOutput
 from outrider.pair import AUTO, Speculative, named_pair, open_pair
@@ -123,7 +124,7 @@ class LLM:
     def warm_up(self) -> None:
         """On a GPU: compiles kernels and records rounds now, so that the first requests do not wait for it."""
         with self._shared.between_steps(), self.startup.timed("warm-up"):
-            self.engine.warm_up()
+            warm_up(self.engine)
 
     def close(self) -> None:
         """Frees the cache and the weights. The object cannot be used afterwards."""

@@ -5,12 +5,12 @@ how soon it comes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider.engine.policy import Landed
+from outrider.engine.policy import Landed, RowSizes
 from outrider.engine.request import Request
 from outrider.engine.survival import Survival
 from outrider.engine.times import Line, Times, size_of
@@ -23,8 +23,6 @@ REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
 PRICE = 0.01  # share of the time that trials may cost of which nothing new is expected
 MADE = 32  # rounds that the share of a draft that is made looks back on
 TRAFFIC = 256  # rounds that the share of prompts looks back on
-
-RowSizes = Callable[[int, int], Sequence[int]]  # numbers of rows that rounds of so many requests and a depth can have
 
 
 @dataclass
@@ -53,9 +51,9 @@ class Choice:
 
 
 class Governor:
-    def __init__(self, lookahead: int, num_slots: int, row_sizes: RowSizes | None = None) -> None:
+    def __init__(self, lookahead: int, num_slots: int) -> None:
         self.depths = depths_up_to(lookahead)
-        self._row_sizes = row_sizes
+        self._row_sizes: RowSizes | None = None
         self._survival, self._times = Survival(num_slots, lookahead), Times()
         self._sizes: dict[int, Size] = {}
         self._latest: Size | None = None
@@ -69,7 +67,8 @@ class Governor:
 
     # before a round
 
-    def depth(self, requests: Sequence[Request]) -> int:
+    def depth(self, requests: Sequence[Request], row_sizes: RowSizes | None = None) -> int:
+        self._row_sizes = row_sizes
         size = self._size(len(requests))
         number = size_of(len(requests))
         self._has_followed = any(request.is_followed for request in requests)
