@@ -243,15 +243,14 @@ class Engine:
         if request.params.logprobs is not None and taken:
             assert logits is not None
             request.logprobs += logprob_table(logits[:taken], tokens[:taken], request.params.logprobs, self.tokenizer)
+        request.draft, request.num_refused = outcome.draft, 0
         request.draft_is_predicted, request.draft_is_forced = outcome.predicted, outcome.forced
-        request.num_refused = 0
         if request.guide is not None and not request.finished and request.flying in ([], [work]):
             # nothing that judges the draft is under way: what the grammar forbids need not be judged
             request.num_refused = len(outcome.draft) - request.guide.num_fitting(outcome.draft)
         self.scheduler.update(work, outcome.kept, len(outcome.draft) - request.num_refused)
         if request.finished:
             self.drafting.learn(request)
-        request.draft = outcome.draft
         return progress
 
     def _commit(self, work: Work, outcome: Outcome) -> Progress:
@@ -265,7 +264,7 @@ class Engine:
                 break
         if is_round and taken:
             accepted = min(len(tokens) - 1, taken)
-            request.count_round(num_judged, accepted)
+            request.count_round(num_judged, accepted, taken)
             self._watch(request, num_judged + request.num_refused, accepted)
             if request.params.trace:
                 request.trace.append({"draft": request.draft[:num_judged], "accepted": accepted})
