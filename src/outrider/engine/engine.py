@@ -79,7 +79,7 @@ class Engine:
         forgets = snapshots.pool.forget if snapshots is not None else lambda name: None
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages, forgets), snapshots)
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
-        self.watchdog = _watchdog(config, drafter)
+        self.watchdog = Watchdog.of(config, drafter)
         self._round = Round(target, drafting, synthetic_choice(config.speculative))
         self.graphs = recorder(self.runner, self._round, config.max_num_seqs) if recorder is not None else None
         drafting.bind(self.runner, self.graphs.row_sizes if self.graphs is not None else None)
@@ -342,11 +342,3 @@ def _waits_for_outcome(request: Request) -> bool:
 def _has_draft(work: Work) -> bool:
     """Whether a draft of the drafter's waited for this round."""
     return work.is_round and bool(work.request.draft) and not work.request.draft_is_predicted
-
-
-def _watchdog(config: EngineConfig, drafter: Drafter | None) -> Watchdog | None:
-    """A drafter that was forced is used however bad it is; one that reads tokens only has nothing to compute again."""
-    if config.watchdog is None or drafter is None:
-        return None
-    forced = config.speculative is not None and config.speculative.force
-    return Watchdog(config.watchdog, acts=not forced, rebuilds=not drafter.from_text)
