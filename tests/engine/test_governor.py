@@ -152,6 +152,50 @@ def test_texts_are_followed_when_a_trial_is_due() -> None:
     assert 0 < followed < 2000
 
 
+def test_a_text_that_is_followed_is_tried() -> None:
+    """To follow a text costs something too: it is begun when there is enough left for the trial."""
+    world = World([0.0] * 8, begin=0.3, each=0.1, row=0.02, prompt=64, answer=32)
+    governor, chance = Governor(5, NUM_SLOTS), random.Random(0)
+    run(world, governor, 500, chance)
+    asked, left, followed, tried, spent, total = requests(8), 0, 0, 0, 0.0, 0.0
+    for request in asked:
+        request.is_followed = False
+    for _ in range(6000):
+        rows = 0
+        if left == 0:  # somebody has ended, and somebody else comes
+            asked[0].is_followed = governor.wants(8)
+            followed += asked[0].is_followed
+            left, rows, begun = 32, 64, tried
+        depth = governor.depth(asked)
+        if depth and tried == begun and asked[0].is_followed:
+            tried += 1
+        follows = rows > 0 and asked[0].is_followed
+        rests = depth == 0 and not follows
+        seconds = world.seconds(depth, 8 + rows) + (0.01 * rows if not rests else 0.0)
+        spent += seconds - world.seconds(0, 8 + rows)
+        total += seconds
+        governor.note(Landed(8, depth, rests, 8, rows, 8, 5 * bool(depth), 5 * bool(depth), seconds, []))
+        left -= 1
+    assert followed > 5
+    assert tried > 0.7 * followed
+    assert spent < 0.015 * total
+
+
+def test_prompts_cost_no_more_while_the_drafter_rests() -> None:
+    """Whatever a few disturbed rounds seem to say: it would be a reason to draft."""
+    times = Times()
+    for number in range(40):
+        times.add(3, 5, (24, 64 * (number % 3)), 1.5 + 0.003 * 64 * (number % 3), rests=False)
+        times.add(3, 0, (8, 64 * (number % 3)), 1.0 + 0.007 * 64 * (number % 3), rests=True)
+    resting, drafting = times.line(3, 0, 8), times.line(3, 5, 8)
+    assert resting is not None
+    assert drafting is not None
+    assert resting.prompt <= drafting.prompt
+    assert times.prompt_seconds(3, rests=True) <= times.prompt_seconds(3, rests=False)
+    unknown = times.line(4, 0, 16)
+    assert unknown is None or unknown.prompt <= drafting.prompt
+
+
 def test_recorded_sizes_are_filled() -> None:
     """Where a round has a fixed number of rows anyway, none of them is left empty."""
     world = World(mixed(0.9, 0.5, count=16), begin=0.1, each=0.05, row=0.02)

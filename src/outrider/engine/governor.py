@@ -61,6 +61,7 @@ class Governor:
         self._num_rounds = 0
         self._allotted: tuple[int, list[int], int] | None = None  # for which depth, to whom, and when, was it said last
         self._credit = 0.0  # seconds that trials may cost
+        self._follow_loss = 0.0  # seconds that it has cost to follow a text for the sake of a trial
         self._has_followed = False  # some running request could be drafted for
         self._num_prompt_rows = self._num_tokens = 0.0  # of the last rounds
         self._made = 1.0  # share of the tokens of a draft that there are: a text may suggest nothing
@@ -129,7 +130,8 @@ class Governor:
         size = self._sizes.get(max(size_of(num_requests), self._number)) or self._latest
         if size is None:
             return True
-        wanted = size.depth > 0 or size.pays or (self._credit >= size.next_loss and not self._has_followed)
+        affordable = self._credit >= size.next_loss + self._follow_loss  # or the trial would never come
+        wanted = size.depth > 0 or size.pays or (affordable and not self._has_followed)
         self._has_followed = self._has_followed or wanted
         return wanted
 
@@ -171,7 +173,8 @@ class Governor:
             self._note_trial(number, size, landed)
         elif landed.depth == size.depth == 0 and not landed.rests:  # the drafter follows a text for the sake of a trial
             follow, rest = (self._times.prompt_seconds(number, rests=rests) for rests in (False, True))
-            self._credit -= max(follow - rest, 0.0) * landed.num_other_rows
+            self._follow_loss = max(follow - rest, 0.0) * landed.num_other_rows
+            self._credit -= self._follow_loss
 
     def _note_trial(self, number: int, size: Size, landed: Landed) -> None:
         assert size.trial is not None
