@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,14 @@ def test_requests_come_and_go(pages: int | None, target_path: Callable[..., Path
         assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
 
 
+@pytest.mark.parametrize("adaptive", [False, True], ids=["random", "adaptive"])
 @pytest.mark.parametrize(("method", "family"), PAIRS)
-def test_joins_at_random(method: str | None, family: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+def test_joins_at_random(
+    method: str | None, family: str, adaptive: bool, target_path: Callable[..., Path], tmp_path: Path
+) -> None:
     """Every drafter, and every kind of memory: requests join while others decode, in rounds that are planned before the
     outcome of those under way is known, with prompts in small parts, and some leave early. Drafts are of any depth, any
-    part of them is judged, and some requests are never drafted for."""
+    part of them is judged, and some requests are never drafted for; or all that is as it is for users."""
     chance = random.Random(f"{method} {family}")
     path = sample_target(method or "", tmp_path, target_path, family)
     with LLM(path, None, max_model_len=64, enforce_eager=True, device="cpu") as llm:
@@ -128,7 +132,7 @@ def test_joins_at_random(method: str | None, family: str, target_path: Callable[
     options: dict[str, Any] = {"max_num_seqs": 5, "max_num_batched_tokens": 32, "page_size": 4}
     with (
         LLM(path, settings, max_model_len=64, device="cpu", **options) as llm,
-        llm.engine.drafting_with(Restless(llm.engine.lookahead, chance.randrange(100))),
+        nullcontext() if adaptive else llm.engine.drafting_with(Restless(llm.engine.lookahead, chance.randrange(100))),
     ):
         if llm.drafter is not None:
             guide(llm.drafter, truth, llm.target.vocab_size)

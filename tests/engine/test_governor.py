@@ -171,7 +171,7 @@ def test_a_text_that_is_followed_is_tried() -> None:
             tried += 1
         follows = rows > 0 and asked[0].is_followed
         rests = depth == 0 and not follows
-        seconds = world.seconds(depth, 8 + rows) + (0.01 * rows if not rests else 0.0)
+        seconds = world.seconds(depth, 8 + rows) + (0.05 * rows if not rests else 0.0)
         spent += seconds - world.seconds(0, 8 + rows)
         total += seconds
         governor.note(Landed(8, depth, rests, 8, rows, 8, 5 * bool(depth), 5 * bool(depth), seconds, []))
