@@ -20,6 +20,7 @@ from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine import engine as engines
 from outrider.engine.engine import Engine
 from outrider.engine.request import Request
+from outrider.engine.warm_up import warm_up
 from outrider.sampling_params import Guided, SamplingParams
 
 STRINGS = 'root ::= item+\nitem ::= "\\"" [^"\\\\\\r\\n]* "\\", "'
@@ -103,7 +104,7 @@ def main() -> None:
     engine.tokenizer = MadeUpTokenizer(engine.target.vocab_size)  # type: ignore[assignment]
     engine.end_ids = frozenset([engine.target.vocab_size - 1])
     begin = time.perf_counter()
-    engine.warm_up()
+    warm_up(engine)
     ready = {"warm_up_seconds": round(time.perf_counter() - begin, 2), "num_recordings": engine.num_recordings}
     print(json.dumps(ready | {name: round(spent, 2) for name, spent in engine.recording_seconds.items()}), flush=True)
     if engine.runner.device.type == "cuda":

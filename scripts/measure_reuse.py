@@ -16,6 +16,7 @@ from outrider.bench.random_pair import random_engine
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.request import Request
+from outrider.engine.warm_up import warm_up
 from outrider.sampling_params import SamplingParams
 
 SHARED = {
@@ -53,7 +54,7 @@ class Bench:
         config = EngineConfig(self.shape, speculative, device=options.device, max_model_len=8192,  # type: ignore[arg-type]
                               max_num_seqs=options.batch, enable_prefix_caching=reuse)  # fmt: skip
         self.engine: Engine = random_engine(config, self.shape)
-        self.engine.warm_up()
+        warm_up(self.engine)
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[Request], float, float]:
         """The requests, the time to the last one's first token, and milliseconds a round after that."""

@@ -12,16 +12,17 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: tests run its kernels on the CPU
 
 import tiny
-from replay import record_on_a_cpu
+from made_up_time import seconds_of
+from replay import recorder_of
 
-from outrider.engine import engine as engines
-from outrider.engine.policy import FixedDepth
+from outrider.engine.engine import Engine
+from outrider.engine.stopwatch import Stopwatch
 from outrider.kernels import dispatch
 
 torch.set_num_threads(1)  # tiny models; the suite runs on several processes
-# Drafters draft as much as they can, whatever it is worth: what is tested must not depend on how fast a machine is.
-depth_policy = engines.depth_policy
-engines.depth_policy = lambda settings, lookahead, *others: FixedDepth(lookahead)
+# Drafters draft as much as is worth it, as they do for users; but what is tested must not depend on how fast a machine
+# is. Tests that count drafts ask for a fixed depth: {"adaptive": false}.
+Stopwatch.lap = lambda self, flight, end: seconds_of(flight.shape)  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="session")
@@ -48,14 +49,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-@pytest.fixture(autouse=True)
-def adaptive(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In tests that are marked so, drafters draft as much as is worth it."""
-    if request.node.get_closest_marker("adaptive") is not None:
-        monkeypatch.setattr(engines, "depth_policy", depth_policy)
-
-
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are recorded without a GPU."""
-    record_on_a_cpu(monkeypatch)
+    monkeypatch.setattr(Engine, "recorder", staticmethod(recorder_of))

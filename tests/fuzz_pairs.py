@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from replay import record_on_a_cpu
+from replay import recorder_of
 from samples import METHODS, drafter_settings, sample_target, suits
 
 from outrider.certify.fuzz import FuzzReport, Truth, fuzz, try_world
 from outrider.certify.trial import Failure, Pair
 from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.engine.engine import Engine
 
 
 class Pairs:
@@ -95,7 +96,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         if given.device == "cpu":
-            record_on_a_cpu(patch)
+            patch.setattr(Engine, "recorder", staticmethod(recorder_of))
         pairs = Pairs(Path(directory), given.device)
         if given.world is not None:
             pair = pairs.pair(given.pair)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pytest
 import torch
 
-from outrider.engine import engine as engines
-from outrider.engine.graphs import GraphKey, Graphs, Recording
+from outrider.config import EngineConfig
+from outrider.engine.graphs import GraphKey, Graphs, RecordedRound, Recording
+from outrider.engine.request import Work
+from outrider.types import RoundShape
 
 
 @dataclass
@@ -26,18 +28,22 @@ class Again:
             self.outcomes.copy_(new)
 
 
-def record(graphs: Graphs, key: GraphKey) -> Recording:
-    graphs._clear(key.shape)
-    outcomes = graphs._run(key)
-    return Recording(Again(graphs, key, outcomes), outcomes, graphs._runner.options.generation)  # type: ignore[arg-type]
+class ReplayedRound(RecordedRound):
+    def draft(self) -> torch.Tensor:
+        return super().draft().clone()  # the next replay writes over it
 
 
-def to_host(table: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return table.clone(), None  # the next replay writes over it
+class Replays(Graphs):
+    def round(self, plan: Sequence[Work], shape: RoundShape) -> RecordedRound:
+        made = super().round(plan, shape)
+        return ReplayedRound(made._graphs, made._plan, made._shape, made._keys)
+
+    def _record(self, key: GraphKey) -> Recording:
+        self._clear(key.shape)
+        outcomes = self._run(key)
+        return Recording(Again(self, key, outcomes), outcomes, self._runner.options.generation)  # type: ignore[arg-type]
 
 
-def record_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines record rounds wherever they are."""
-    monkeypatch.setattr(engines, "records", lambda config: not config.enforce_eager)
-    monkeypatch.setattr(engines, "to_host", to_host)
-    monkeypatch.setattr(Graphs, "_record", record)
+def recorder_of(config: EngineConfig) -> type[Graphs] | None:
+    """Rounds are recorded wherever they are."""
+    return Replays if not config.enforce_eager else None

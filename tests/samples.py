@@ -24,12 +24,7 @@ METHODS = [*(name for name in drafters if name != "oracle"), "pard"]  # a draft 
 
 def drafter_settings(method: str, directory: Path, target: Callable[..., Path], family: str) -> dict[str, Any]:
     """speculative_config for a tiny drafter that goes with tiny targets of a family. It is random, and agrees with
-    nothing: a target with a tokenizer would refuse it."""
-    return {"force": True, **_sample(method, directory, target, family)}
-
-
-def _sample(method: str, directory: Path, target: Callable[..., Path], family: str) -> dict[str, Any]:
-    """One line per method."""
+    nothing: a target with a tokenizer would refuse it. One line per method."""
     if method == "ngram":
         return {"method": "ngram", "prompt_lookup_min": 1}
     if method == "draft_model":
@@ -49,9 +44,9 @@ def _sample(method: str, directory: Path, target: Callable[..., Path], family: s
         model = save_assistant(directory / "assistant", values_are_keys=family == "gemma4_moe")
         return {"method": "gemma4_assistant", "model": str(model)}
     if method == "dflash":
-        return {"method": "dflash", "model": str(tiny_dflash.save_dflash(directory / "dflash")), "force": True}
+        return {"method": "dflash", "model": str(tiny_dflash.save_dflash(directory / "dflash"))}
     if method == "dspark":
-        return {"method": "dspark", "model": str(tiny_dflash.save_dspark(directory / "dspark")), "force": True}
+        return {"method": "dspark", "model": str(tiny_dflash.save_dspark(directory / "dspark"))}
     if method == "mtp":
         return {"method": "mtp"}
     if method == "oracle":

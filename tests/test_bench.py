@@ -316,7 +316,7 @@ def test_one_prompt_and_a_file_are_one_too_many(target_path: Callable[..., Path]
 
 def test_no_run_is_drafted_from_the_answers_of_the_run_before(target_path: Callable[..., Path]) -> None:
     """suffix learns from every request that ends, and every run asks the same."""
-    settings = {"method": "suffix", "num_speculative_tokens": 4}
+    settings = {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False}
     with LLM(target_path(), settings, enable_prefix_caching=False, max_model_len=64) as llm:
         side = OutriderSide("suffix", llm)
         (record,) = interleave([side], [[PROMPTS[0]], [PROMPTS[2]]], 24, 3)
@@ -330,7 +330,7 @@ def test_no_run_is_drafted_from_the_answers_of_the_run_before(target_path: Calla
 
 
 def test_a_comparison_is_not_drafted_from_its_own_answers(target_path: Callable[..., Path]) -> None:
-    settings = {"method": "suffix", "num_speculative_tokens": 4}
+    settings = {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False}
     question = Question(PROMPTS[0], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     with LLM(target_path(), settings, enable_prefix_caching=False) as drafted, LLM(target_path(), None) as plain:
         first = run(drafted, question)

@@ -50,8 +50,11 @@ def test_what_is_not_judged_comes_out_as_it_would_have_been_judged() -> None:
     settings = {"model": str(default_drafter()), "synthetic_acceptance_rates": list(RATES), "force": True}
     params = [SamplingParams(max_tokens=400, temperature=0, ignore_eos=True, seed=seed) for seed in range(6)]
     seen: list[Judged] = []
-    with LLM(None, settings, device="cpu", max_num_seqs=6, max_model_len=512, watchdog=None) as llm:
-        llm.engine.drafting.policy = policy = Restless(5, followed=1.0)
+    policy = Restless(5, followed=1.0)
+    with (
+        LLM(None, settings, device="cpu", max_num_seqs=6, max_model_len=512, watchdog=None) as llm,
+        llm.engine.drafting_with(policy),
+    ):
         note = policy.note
 
         def spy(landed: Landed) -> None:
@@ -84,7 +87,6 @@ def test_wrong_rates_are_refused(values: dict[str, Any], error: str) -> None:
         SpeculativeConfig.from_dict({"method": "ngram", **values})
 
 
-@pytest.mark.adaptive
 def test_all_sides_in_one_run(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SHAPE))

@@ -193,7 +193,6 @@ def test_two_engines_one_without_a_drafter(target_path: Callable[..., Path]) -> 
     assert first == second
 
 
-@pytest.mark.adaptive
 @pytest.mark.parametrize(("force", "policy"), [(False, Governor), (True, FixedDepth)])
 def test_random_weights_are_drafted_for_as_much_as_is_worth_it(force: bool, policy: type, tmp_path: Path) -> None:
     path = tmp_path / "config.json"

@@ -20,6 +20,7 @@ from outrider.cli import app
 from outrider.doctor.diagnosis import FAULT, GOOD, Diagnosis, Finding
 from outrider.doctor.examination import Effort, examine
 from outrider.doctor.readings import compare, differing_rotaries, rope_settings, trials
+from outrider.engine.policy import FixedDepth
 from outrider.llm import LLM, total_speculation
 from outrider.pair import DEFAULT_DIRECTORY
 from outrider.sampling_params import SamplingParams
@@ -217,7 +218,8 @@ def test_the_accept_length_is_the_engines_own(pair: LLM) -> None:
     prompts = [question_ids(pair.tokenizer, f"Tell me a story about a {name}.") for name in ("dog", "boat", "tree")]
     found = follow(pair.engine, pair.drafter, prompts, 40)  # type: ignore[arg-type]
     params = SamplingParams(temperature=0, max_tokens=40)
-    outputs = pair.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+    with pair.engine.drafting_with(FixedDepth(pair.engine.lookahead)):
+        outputs = pair.generate([{"prompt_token_ids": ids} for ids in prompts], params)
     assert [list(text) for text in found.texts] == [output.outputs[0].token_ids for output in outputs]
     assert all(output.outputs[0].finish_reason == "length" for output in outputs)
     assert found.speculation == total_speculation(outputs)

@@ -46,7 +46,9 @@ def test_reuse_in_recorded_rounds(
         return target_path(family, seed, max_position_embeddings=8192, **options)
 
     path = sample_target(method or "", tmp_path, target, family)
-    settings = None if method is None else drafter_settings(method, tmp_path, target, family)
+    settings = None
+    if method is not None:
+        settings = {**drafter_settings(method, tmp_path, target, family), "force": True}
     options = {**OPTIONS, "exact": exact}
     prompts = [random_text(length, length) for length in LENGTHS]
     prompts += [prompts[1][:1500] + random_text(300, number) for number in (7, 8)]
@@ -69,8 +71,8 @@ def test_reuse_in_recorded_rounds(
         if llm.drafter is not None:
             total = total_speculation(second)
             assert 0 < total.accepted < total.drafted
-            llm.engine.drafting.policy = Restless(llm.engine.lookahead, 1, 64, followed=0.7)
-        together = [llm.generate(prompts + turns, params + params) for _ in range(3)]
+        with llm.engine.drafting_with(Restless(llm.engine.lookahead, 1, 64, followed=0.7)):
+            together = [llm.generate(prompts + turns, params + params) for _ in range(3)]
         assert llm.engine.num_recorded_rounds > 0
         assert llm.engine.scheduler.snapshots is not None
         llm.engine.scheduler.snapshots.pool.check()

@@ -77,8 +77,8 @@ def test_recorded_rounds_are_steps(
             recorded = llm.engine.num_recorded_rounds
             assert (recorded > 0) is (not eager and (llm.drafter is None or llm.drafter.recordable))
             if method is not None and method != "oracle":  # drafters with memory, or with none to keep
-                llm.engine.drafting.policy = restless = Restless(llm.engine.lookahead)
-                assert all_answers(llm) == plain
+                with llm.engine.drafting_with(restless := Restless(llm.engine.lookahead)):
+                    assert all_answers(llm) == plain
                 assert restless.num_rests > 1
 
 

@@ -106,15 +106,21 @@ def test_stop_strings_cut_the_text(llm: LLM, num_speculative_tokens: int | None)
 
 
 def test_end_and_stop_tokens_inside_an_accepted_run(llm: LLM) -> None:
-    tokens = llm.generate("hello", replace(GREEDY, max_tokens=30))[0].outputs[0].token_ids
+    """The round that is cut there counts with the tokens that were taken."""
+    tokens, num_cut = llm.generate("hello", replace(GREEDY, max_tokens=30))[0].outputs[0].token_ids, 0
     for place in range(2, 12):
         stop = tokens[place]
         first = tokens.index(stop)
         (output,) = llm.generate("hello", replace(GREEDY, max_tokens=30, stop_token_ids=[stop]))[0].outputs
         assert output.token_ids == tokens[: first + 1]
         assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+        made = output.speculation
+        assert made.accept_length * made.rounds == pytest.approx(len(output.token_ids) - 1)  # the prompt brings one
+        assert made.ended == (output.draft_positions[-1] > 0)
+        num_cut += made.ended
         (length,) = llm.generate("hello", replace(GREEDY, max_tokens=place))[0].outputs
         assert length.token_ids == tokens[:place]
+    assert num_cut > 0
 
 
 def test_the_end_of_text_token_ends_it(target_path: Callable[..., Path]) -> None:

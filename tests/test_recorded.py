@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,14 @@ def test_requests_come_and_go(pages: int | None, target_path: Callable[..., Path
         assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
 
 
+@pytest.mark.parametrize("adaptive", [False, True], ids=["random", "adaptive"])
 @pytest.mark.parametrize(("method", "family"), PAIRS)
-def test_joins_at_random(method: str | None, family: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+def test_joins_at_random(
+    method: str | None, family: str, adaptive: bool, target_path: Callable[..., Path], tmp_path: Path
+) -> None:
     """Every drafter, and every kind of memory: requests join while others decode, in rounds that are planned before the
     outcome of those under way is known, with prompts in small parts, and some leave early. Drafts are of any depth, any
-    part of them is judged, and some requests are never drafted for."""
+    part of them is judged, and some requests are never drafted for; or all that is as it is for users."""
     chance = random.Random(f"{method} {family}")
     path = sample_target(method or "", tmp_path, target_path, family)
     with LLM(path, None, max_model_len=64, enforce_eager=True, device="cpu") as llm:
@@ -126,10 +130,12 @@ def test_joins_at_random(method: str | None, family: str, target_path: Callable[
     Oracle.truth = truth
     settings = None if method is None else drafter_settings(method, tmp_path, target_path, family)
     options: dict[str, Any] = {"max_num_seqs": 5, "max_num_batched_tokens": 32, "page_size": 4}
-    with LLM(path, settings, max_model_len=64, device="cpu", **options) as llm:
+    with (
+        LLM(path, settings, max_model_len=64, device="cpu", **options) as llm,
+        nullcontext() if adaptive else llm.engine.drafting_with(Restless(llm.engine.lookahead, chance.randrange(100))),
+    ):
         if llm.drafter is not None:
             guide(llm.drafter, truth, llm.target.vocab_size)
-            llm.engine.drafting.policy = Restless(llm.engine.lookahead, chance.randrange(100))
         engine, expected, left = llm.engine, [], []
         for number in range(12):
             which, place = chance.randrange(len(VARIED)), chance.randrange(len(PROMPTS))
@@ -158,11 +164,11 @@ def test_many_requests_need_not_have_room_for_all_drafts(target_path: Callable[.
     prompts = [[5 + number, 6, 7, 8] for number in range(18)]
     with LLM(target_path(), None, enforce_eager=True, **options) as llm:
         plain = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
-    with LLM(target_path(), settings, **options) as llm:
+    policy = Restless(5, 1, followed=1.0)
+    with LLM(target_path(), settings, **options) as llm, llm.engine.drafting_with(policy):
         assert llm.drafter is not None
         guide(llm.drafter, [p + t for p, t in zip(prompts, plain, strict=True)], llm.target.vocab_size)
         seen: list[Landed] = []
-        llm.engine.drafting.policy = policy = Restless(llm.engine.lookahead, 1, followed=1.0)
         note = policy.note
 
         def spy(landed: Landed) -> None:

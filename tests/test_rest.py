@@ -64,11 +64,13 @@ def compare(path: Path, speculative: dict[str, Any], *, seed: int, batch: int, r
     with LLM(path, speculative, enforce_eager=True, max_num_seqs=batch, **SIZES) as llm:
         drafts = Drafts(llm)
         assert said(llm) == plain
-    with LLM(path, speculative, enforce_eager=not recorded, max_num_seqs=batch, **SIZES) as llm:
+    with (
+        LLM(path, speculative, enforce_eager=not recorded, max_num_seqs=batch, **SIZES) as llm,
+        llm.engine.drafting_with(restless := Restless(llm.engine.lookahead, seed, NUM_MISSABLE, followed=1.0)),
+    ):
         assert llm.drafter is not None
         later = Drafts(llm) if not recorded else None
         guide(llm.drafter, [p + t for p, t in zip(PROMPTS, plain, strict=True)], llm.target.vocab_size)
-        llm.engine.drafting.policy = restless = Restless(llm.engine.lookahead, seed, NUM_MISSABLE, followed=1.0)
         outputs = llm.generate(PROMPTS, VARIED)
         assert [output.outputs[0].token_ids for output in outputs] == plain
         assert restless.num_rests > 1
@@ -112,9 +114,7 @@ def test_what_the_drafter_has_not_seen_is_not_reused(
     speculative = drafter_settings(method, tmp_path, target_path, family)
     found = []
     for rests in (False, True):
-        with LLM(path, speculative, **SIZES) as llm:
-            assert llm.drafter is not None
-            llm.engine.drafting.policy = policy = FixedDepth(llm.engine.lookahead)
+        with LLM(path, speculative, **SIZES) as llm, llm.engine.drafting_with(policy := FixedDepth(0)):
             policy.latest = 0 if rests else llm.engine.lookahead
             answer = llm.generate([PROMPTS[0]], replace(PARAMS, max_tokens=60))[0].outputs[0].token_ids
             policy.latest = llm.engine.lookahead
@@ -135,10 +135,11 @@ def test_a_rest_leaves_no_draft_behind(
     if recorded:
         request.getfixturevalue("recording")
     speculative = drafter_settings("eagle3", tmp_path, target_path, "llama")
-    with LLM(target_path(), speculative, enforce_eager=not recorded, **SIZES) as llm:
+    with (
+        LLM(target_path(), speculative, enforce_eager=not recorded, **SIZES) as llm,
+        llm.engine.drafting_with(policy := FixedDepth(llm.engine.lookahead)),
+    ):
         engine = llm.engine
-        engine.drafting.policy = policy = FixedDepth(engine.lookahead)
-        policy.latest = engine.lookahead
         (asked,) = llm.requests_for(PROMPTS[0], PARAMS, 0)
         engine.add(asked)
         for _ in range(3):
@@ -164,10 +165,12 @@ def test_texts_that_are_not_followed(
     speculative = drafter_settings(method, tmp_path, target_path, family)
     with LLM(path, None, enforce_eager=True, **SIZES) as llm:
         plain = said(llm)
-    with LLM(path, speculative, enforce_eager=not recorded, max_num_seqs=2, **SIZES) as llm:
+    with (
+        LLM(path, speculative, enforce_eager=not recorded, max_num_seqs=2, **SIZES) as llm,
+        llm.engine.drafting_with(Restless(llm.engine.lookahead, 3, NUM_MISSABLE, followed=0.5)),
+    ):
         assert llm.drafter is not None
         guide(llm.drafter, [p + t for p, t in zip(PROMPTS, plain, strict=True)], llm.target.vocab_size)
-        llm.engine.drafting.policy = Restless(llm.engine.lookahead, 3, NUM_MISSABLE, followed=0.5)
         found = []
         for _ in range(4):
             outputs = llm.generate(PROMPTS, VARIED)
@@ -180,7 +183,6 @@ def test_texts_that_are_not_followed(
         assert sum(output.num_cached_tokens for output in found[3:]) > 0
 
 
-@pytest.mark.adaptive
 def test_where_drafts_do_not_pay_prompts_cost_nothing_more() -> None:
     """A drafter that is never right soon follows few of the requests that come; the others find each other's pages."""
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)

@@ -44,7 +44,9 @@ class Pair:
             return make(family, seed, max_position_embeddings=8192, **options)
 
         self.path = sample_target(method or "", directory, target, family)
-        self.settings = None if method is None else drafter_settings(method, directory, target, family)
+        self.settings = None
+        if method is not None:  # in every round, so that the same is drafted again
+            self.settings = {**drafter_settings(method, directory, target, family), "force": True}
 
     def cold(self, prompts: Sequence[list[int]], params: Any, **options: Any) -> Answers:
         """What the target says by itself, and without reuse."""
@@ -216,8 +218,7 @@ def test_a_drafter_that_rests(family: str, target_path: Callable[..., Path], tmp
     path = pair.path if family == "nemotron_h" else target_path(family)
     prompt, found = random_text(50, 4), []
     for rests in (False, True):
-        with LLM(path, pair.settings, **SMALL) as llm:
-            llm.engine.drafting.policy = policy = FixedDepth(llm.engine.lookahead)
+        with LLM(path, pair.settings, **SMALL) as llm, llm.engine.drafting_with(policy := FixedDepth(0)):
             policy.latest = 0 if rests else llm.engine.lookahead
             answer = llm.generate([prompt], replace(GREEDY, max_tokens=90))[0].outputs[0].token_ids
             policy.latest = llm.engine.lookahead
@@ -262,10 +263,11 @@ def test_joins_at_random(method: str | None, seed: int, target_path: Callable[..
     with pair.open(prompts, answers, **options) as llm:
         page_bytes = llm.budget.page_bytes
     limits = {"kv_cache_memory": page_bytes * 150, "num_snapshots": chance.choice([9, 20, 60])}
-    with pair.open(prompts, answers, **options, **limits) as llm:
+    with (
+        pair.open(prompts, answers, **options, **limits) as llm,
+        llm.engine.drafting_with(Restless(llm.engine.lookahead, seed, 64, followed=0.8)),
+    ):
         engine = llm.engine
-        if llm.drafter is not None and llm.drafter.recordable:
-            engine.drafting.policy = Restless(engine.lookahead, seed, 64, followed=0.8)
         expected: list[tuple[Request, list[int]]] = []
         left: list[Request] = []
         for number, (prompt, params) in enumerate(asked):

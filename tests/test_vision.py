@@ -170,7 +170,7 @@ def test_plain_is_speculative_with_images(
         plain = llm.generate(prompts, params)
     expected = [output.outputs[0].token_ids for output in plain]
     Oracle.truth = [output.prompt_token_ids + tokens for output, tokens in zip(plain, expected, strict=True)]
-    settings = drafter_settings(method, tmp_path, target_path, sample_of(family))
+    settings = {**drafter_settings(method, tmp_path, target_path, sample_of(family)), "force": True}
     with LLM(path, settings, **SMALL, max_num_batched_tokens=9, max_num_seqs=2) as llm:
         outputs = llm.generate(prompts, params)
         again = llm.generate(prompts, params)

@@ -16,7 +16,7 @@ from outrider.engine.pages import PagePool
 from outrider.engine.policy import FixedDepth
 from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler
-from outrider.sampling_params import SamplingParams, Speculation
+from outrider.sampling_params import SamplingParams, Speculation, accept_length
 from outrider.tokenizer import Tokenizer
 from outrider.types import Draft, Hidden, Step, Verdict
 
@@ -64,7 +64,7 @@ class Agreement:
     @property
     def mean_accept_length(self) -> float:
         """Tokens that a round would commit, over all places at which one could start."""
-        return 1 + sum(place.agreed for place in self.places) / len(self.places) if self.places else 1.0
+        return accept_length(len(self.places), sum(place.agreed for place in self.places))
 
     @property
     def is_dead(self) -> bool:
@@ -162,7 +162,7 @@ def _observing(engine: Engine, drafter: Drafter) -> Iterator[Observed]:
     engine.scheduler = Scheduler(limits, PagePool(engine.scheduler.pool.num_pages))
     observed = Observed(drafter, lambda: engine.scheduler.running)
     try:
-        with engine.drafting_with(observed, FixedDepth(drafter.lookahead)):
+        with engine.drafting_with(FixedDepth(drafter.lookahead), observed):
             yield observed
     finally:
         engine.scheduler = before

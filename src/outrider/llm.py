@@ -25,6 +25,7 @@ from outrider.engine.grammar import Guide
 from outrider.engine.loader import Progress
 from outrider.engine.request import Request, TextStream
 from outrider.engine.shared import SharedEngine
+from outrider.engine.warm_up import warm_up
 from outrider.llm_arguments import EngineArgs, Named, dtype_name, length_of, settle, template_text
 from outrider.metrics import Figures, Metric
 from outrider.models.base import Target
@@ -162,7 +163,7 @@ class LLM:
     def warm_up(self) -> None:
         """On a GPU: compiles kernels and records rounds now, so that the first requests do not wait for it."""
         with self._shared.between_steps(), self.startup.timed("warm-up"):
-            self.engine.warm_up()
+            warm_up(self.engine)
 
     def close(self) -> None:
         """Frees the cache and the weights. The object cannot be used afterwards."""

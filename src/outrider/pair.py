@@ -15,6 +15,7 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.predicted import with_predictions
 from outrider.engine.cache import NUM_MISSABLE
 from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
+from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
 from outrider.engine.gguf import GgufCheckpoint
 from outrider.engine.loader import (
@@ -31,6 +32,7 @@ from outrider.engine.loader import (
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
 from outrider.hub import TOKENIZER_PATTERNS, located
 from outrider.kernels.quantised import ROUNDED_TO, Kind
+from outrider.layers.cached import recurrent_layers
 from outrider.layers.exact import make_exact
 from outrider.layers.linear import deferred
 from outrider.layers.packing import held_bytes, pack_weights, share_blocks
@@ -154,9 +156,9 @@ def open_pair(
         if config.exact:  # of the target alone: what a drafter says is judged
             make_exact(target)
         with startup.timed("cache"):
-            engine = Engine(config, target, drafter, budget, tokenizer)
+            drafting = Drafting.of(config, drafter, _predicting(config, target, drafter))
+            engine = Engine(config, target, drafting, budget, tokenizer)
         engine.end_ids = _end_ids(checkpoint, tokenizer)
-        engine.drafting.predicting = _predicting(config, engine)
         return engine, budget
     finally:
         checkpoint.close()
@@ -228,11 +230,14 @@ def _use_threads(config: EngineConfig) -> None:
         threads.follow()
 
 
-def _predicting(config: EngineConfig, engine: Engine) -> Drafter | None:
+def _predicting(config: EngineConfig, target: Target, drafter: Drafter | None) -> Drafter | None:
     """Drafts from predictions need no memory, but where states are recurrent: one was reserved for each token that the
     drafter may draft, and no more."""
-    most = min(config.num_predicted_tokens, engine.lookahead if engine.cache.recurrent else config.num_predicted_tokens)
-    return with_predictions(most, engine.drafter) if most else None
+    models = [target] if drafter is None else [target, drafter]
+    most = config.num_predicted_tokens
+    if any(recurrent_layers(model) for model in models):
+        most = min(most, drafter.lookahead if drafter is not None else 0)
+    return with_predictions(most, drafter) if most else None
 
 
 def _stored_dtype(config: Mapping[str, Any]) -> str | None:

@@ -281,6 +281,12 @@ def _check_prediction(prediction: str | Sequence[int]) -> None:
         raise ValueError(f"prediction is {len(prediction)} long; at most {most} are taken: shorten it")
 
 
+def accept_length(rounds: int, accepted: int, ended: int = 0) -> float:
+    """Tokens committed per round: the drafts that stood and the target's own, but for the rounds that `ended` with a
+    draft's token because the answer did. 1 where there were no rounds."""
+    return 1 + (accepted - ended) / rounds if rounds else 1.0
+
+
 @dataclass(frozen=True)
 class Speculation:
     """How drafting went for one request."""
@@ -292,11 +298,11 @@ class Speculation:
     accepted_at: tuple[int, ...] = field(default=())
     predicted: int = 0  # of the drafted, those from the request's own prediction
     accepted_predicted: int = 0
+    ended: int = 0  # rounds whose last token is the draft's: the answer ended there
 
     @property
     def accept_length(self) -> float:
-        """Tokens committed per round, the target's own included."""
-        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+        return accept_length(self.rounds, self.accepted, self.ended)
 
     @property
     def acceptance_per_position(self) -> list[float]:
@@ -317,4 +323,5 @@ class Speculation:
             total(self.accepted_at, other.accepted_at),
             self.predicted + other.predicted,
             self.accepted_predicted + other.accepted_predicted,
+            self.ended + other.ended,
         )

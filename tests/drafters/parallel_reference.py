@@ -55,7 +55,7 @@ def run(
     common = {"max_model_len": 96, "page_size": 4, "snapshot_interval": 16}
     with LLM(path, None, **common) as llm:
         truth = [p + o.outputs[0].token_ids for p, o in zip(prompts, llm.generate(prompts, params), strict=True)]
-    with LLM(path, settings, **{**common, **options}) as llm:
+    with LLM(path, {**settings, "adaptive": False}, **{**common, **options}) as llm:
         assert llm.drafter is not None
         guide(llm.drafter, truth, llm.target.vocab_size)
         outputs, again = llm.generate(prompts, params), llm.generate(prompts, params)

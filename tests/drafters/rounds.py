@@ -1,4 +1,4 @@
-"""Runs a drafter as it is used: several requests, prompts in chunks, prefix hits, drafts accepted and rejected."""
+"""Runs a drafter in every round: several requests, prompts in chunks, prefix hits, drafts accepted and rejected."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ def generate(path: Path, settings: dict[str, Any], max_tokens: int = 44, **optio
     common: dict[str, Any] = {"max_model_len": 160, "page_size": 4}
     truth = _truth(path, max_tokens)
     small = {"max_num_seqs": 2, "max_num_batched_tokens": 12}  # prompts come in chunks
-    with LLM(path, {"num_speculative_tokens": 3, **settings}, **common, **small, **options) as llm:
+    with LLM(path, {"num_speculative_tokens": 3, "adaptive": False, **settings}, **common, **small, **options) as llm:
         assert llm.drafter is not None
         guide(llm.drafter, truth, llm.target.vocab_size, skill=0.8)
         outputs, again = llm.generate(PROMPTS, params), llm.generate(PROMPTS[::-1], params)[::-1]
@@ -65,7 +65,7 @@ def check_logits(path: Path, settings: dict[str, Any], expected: Expected) -> No
     """One request, every draft's logits."""
     seen: list[torch.Tensor] = []
     params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, trace=True)
-    with LLM(path, {"num_speculative_tokens": 3, **settings}, max_model_len=160, page_size=4) as llm:
+    with LLM(path, {"num_speculative_tokens": 3, "adaptive": False, **settings}, max_model_len=160, page_size=4) as llm:
         assert isinstance(llm.drafter, FeedbackDrafter)
         logits = llm.drafter.logits
         llm.drafter.logits = lambda x: seen.append(logits(x)) or seen[-1]  # type: ignore[method-assign, func-returns-value]

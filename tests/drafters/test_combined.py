@@ -27,7 +27,7 @@ PROMPTS = [[3, 4, 5, 6, 7, 3, 4, 5], [7, 8, 9], [20, 21, 20, 21, 20]]
 
 def combined(first: str, last: str, directory: Path, target: Callable[..., Path], family: str = "llama") -> Any:
     settings = drafter_settings(last, directory, target, family)
-    return {**settings, "method": f"{first}+{settings['method']}", "prompt_lookup_min": 1}
+    return {**settings, "method": f"{first}+{settings['method']}", "prompt_lookup_min": 1, "adaptive": False}
 
 
 def ids(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -83,7 +83,7 @@ def test_each_is_heard_with_what_it_would_say_alone(
         "both": {**single, "method": f"ngram+{last}", "prompt_lookup_min": 1},
     }.items():
         recorder = Recorder()
-        with LLM(path, settings, max_num_batched_tokens=7, max_num_seqs=3, **SMALL) as llm:
+        with LLM(path, {**settings, "adaptive": False}, max_num_batched_tokens=7, max_num_seqs=3, **SMALL) as llm:
             assert llm.drafter is not None
             recorder.watch(llm.drafter)
             guide(llm.drafter, truth, tiny.VOCAB, skill=0.8)

@@ -17,6 +17,7 @@ from samples import guide
 
 from outrider import LLM, RequestOutput, SamplingParams
 from outrider.drafters.dflash import DFlash
+from outrider.engine.policy import FixedDepth
 from outrider.kernels.sampling import gumbel
 from outrider.types import Draft, Hidden, Step, Verdict
 
@@ -435,8 +436,8 @@ def test_other_readings_share_the_weights(target_path: Callable[..., Path], tmp_
         assert {"taps +1", "taps -1", "sample_from_anchor true"} <= readings.keys()
         assert readings["taps -1"].apply(llm.drafter).taps == (0, 1, 2)
         other = readings["sample_from_anchor true"].apply(llm.drafter)
-        llm.engine.drafting.drafter = other
-        output = llm.generate([PROMPTS[0]], PARAMS)[0].outputs[0]
+        with llm.engine.drafting_with(FixedDepth(other.lookahead), other):
+            output = llm.generate([PROMPTS[0]], PARAMS)[0].outputs[0]
     text, length = PROMPTS[0] + output.token_ids, len(PROMPTS[0]) + 1
     streams, drafter = target_streams(text, TAPS), replace(drafter, from_anchor=True)
     for entry in (output.trace or [])[:10]:

@@ -14,6 +14,7 @@ from rounds import Expected, check_logits, check_rounds
 
 from outrider import LLM, SamplingParams
 from outrider.drafters.eagle3 import Eagle3
+from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
 from outrider.layers.cached import cached_layers
 
@@ -283,7 +284,7 @@ def test_readings_are_what_other_checkpoints_would_say(target_path: Callable[...
         for name in [*READINGS, ""]:
             drafter = readings[name].apply(own) if name else own
             llm.engine.close()
-            engine = Engine(llm.config, llm.target, drafter, llm.budget, llm.tokenizer)
+            engine = Engine(llm.config, llm.target, Drafting.of(llm.config, drafter), llm.budget, llm.tokenizer)
             (request,) = llm.requests_for([3, 4, 5, 6], params, 0)
             engine.add(request)
             while engine.has_work:

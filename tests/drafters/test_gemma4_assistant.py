@@ -67,7 +67,8 @@ def test_drafts_equal_the_slow_reference(name: str, target_path: Callable[..., P
         truth = [p + o.outputs[0].token_ids for p, o in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True)]
     recorder, logits = Recorder(), []
     options = {**SMALL, "max_num_batched_tokens": 7, "max_num_seqs": 2}  # the first prompt comes in chunks
-    with LLM(target_path(family), {"model": str(path), "num_speculative_tokens": 3}, **options) as llm:
+    drafting = {"model": str(path), "num_speculative_tokens": 3, "adaptive": False}
+    with LLM(target_path(family), drafting, **options) as llm:
         assert isinstance(llm.drafter, Gemma4Assistant)
         recorder.watch(llm.drafter)
         guide(llm.drafter, truth, tiny.VOCAB)
@@ -91,13 +92,14 @@ def test_company_and_prefix_hits_change_nothing(target_path: Callable[..., Path]
     path = save_assistant(tmp_path / "assistant")
     prompts = [[*range(20, 41)], *PROMPTS]
     params = replace(GREEDY, max_tokens=24)
-    with LLM(target_path("gemma4"), {"model": str(path)}, **SMALL) as llm:
+    settings = {"model": str(path), "adaptive": False}
+    with LLM(target_path("gemma4"), settings, **SMALL) as llm:
         alone = [llm.generate([prompt], params)[0] for prompt in prompts]
         again = llm.generate([prompts[0]], params)[0]
         assert again.num_cached_tokens == 20
         assert again.outputs[0].trace == alone[0].outputs[0].trace
     for limits in ({"max_num_seqs": 2}, {"max_num_seqs": 3, "max_num_batched_tokens": 18}):
-        with LLM(target_path("gemma4"), {"model": str(path)}, **SMALL, **limits) as llm:
+        with LLM(target_path("gemma4"), settings, **SMALL, **limits) as llm:
             together = llm.generate(prompts, params)
         assert [o.outputs[0].trace for o in together] == [o.outputs[0].trace for o in alone]
 

@@ -143,7 +143,7 @@ def entries_of(sample: Sample, texts: list[Text], lookahead: int, chained: bool)
 
 
 def open_llm(sample: Sample, lookahead: int, chained: bool = True, **options: Any) -> LLM:
-    config = {"method": "mtp", "num_speculative_tokens": lookahead}
+    config = {"method": "mtp", "num_speculative_tokens": lookahead, "adaptive": False}
     llm = LLM(sample.path, config, **{"max_model_len": MAX_LEN, **options})
     assert isinstance(llm.drafter, MultiTokenPrediction)
     llm.drafter.mtp = replace(llm.drafter.mtp, chained=chained)
@@ -282,7 +282,7 @@ def test_up_to_the_end_of_the_context(sample: Callable[..., Sample]) -> None:
 def test_pages_are_found_again_as_often_as_without_a_drafter(sample: Callable[..., Sample]) -> None:
     made, prompt = sample("step3p5", 3), list(range(20, 61))
     params, cached = replace(GREEDY, trace=True, max_tokens=20), {}
-    for method in (None, {"method": "mtp", "num_speculative_tokens": 3}):
+    for method in (None, {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}):
         with LLM(made.path, method, max_model_len=MAX_LEN, page_size=2) as llm:
             first, second = (llm.generate([prompt], params)[0] for _ in range(2))
             third = llm.generate([prompt + first.outputs[0].token_ids], params)[0]

@@ -199,6 +199,7 @@ def suffix(**options: Any) -> dict[str, Any]:
     return {
         "method": "suffix",
         "num_speculative_tokens": options.get("depth", 6),
+        "adaptive": False,
         **{f"suffix_decoding_{name}": value for name, value in names.items()},
     }
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import SamplingParams
-from outrider.engine.options import COLUMNS, NUM_ENDS, NUM_WORDS, WORD_LEN, Flags, Options
+from outrider.engine.options import NUM_ENDS, NUM_WORDS, WORD_LEN, Flags, Options
 from outrider.engine.request import Request
 from outrider.engine.sampler import sample
 from outrider.types import Batch, RoundShape, Sampling, SlotState, Step
@@ -33,6 +33,39 @@ a_request = st.fixed_dictionaries(
         "allowed_token_ids": st.sampled_from([None, list(range(2, 20))]),
     }
 )
+
+
+# what the host alone reads: when to stop, what to show, who asks, how much to draft; and grammars, whose masks are told
+# every round
+ON_THE_HOST = {
+    *(
+        "n",
+        "max_tokens",
+        "ignore_eos",
+        "stop",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "shown_special_ids",
+    ),
+    *("guided", "logprobs", "prompt_logprobs", "num_speculative_tokens", "prediction", "tenant", "trace"),
+    *("detokenize", "structured_outputs", "output_kind"),
+}
+# of all others, a value that must reach the table
+OTHER: dict[str, Any] = {
+    "temperature": 0.3,
+    "top_k": 7,
+    "top_p": 0.4,
+    "min_p": 0.2,
+    "seed": 99,
+    "repetition_penalty": 1.7,
+    "presence_penalty": 0.9,
+    "frequency_penalty": 0.8,
+    "min_tokens": 4,
+    "bad_words": [[5]],
+    "logit_bias": {6: 2.0},
+    "allowed_token_ids": [1, 2],
+    "stop_token_ids": [17],
+}
 
 
 def request_of(number: int, options: dict[str, Any], **extra: Any) -> Request:
@@ -77,21 +110,6 @@ def test_a_slot_is_like_a_table_of_its_own(companies: list[list[dict[str, Any]]]
         assert recorded.equal(torch.cat(expected))
 
 
-def test_no_option_is_forgotten() -> None:
-    """Every tensor of Sampling is a column or one of the lists, and every number of SamplingParams that changes a
-    choice changes a column."""
-    lists = {"end_ids", "bias", "bad_words"}
-    flags = {"greedy", "filtered", "penalised", "bounded"}
-    assert {column.name for column in COLUMNS} | lists | flags == {field.name for field in fields(Sampling)}
-    plain = request_of(0, {})
-    numbers = {"temperature": 0.3, "top_k": 7, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 1.5,
-               "presence_penalty": 0.5, "frequency_penalty": 0.5, "min_tokens": 4}  # fmt: skip
-    for name, value in numbers.items():
-        other = request_of(0, {name: value})
-        changed = [column.name for column in COLUMNS if column.value(other, VOCAB) != column.value(plain, VOCAB)]
-        assert len(changed) == 1, name
-
-
 def test_longer_lists_make_the_table_wider() -> None:
     options, plain = Options(NUM_SLOTS, VOCAB, CPU), request_of(0, {"min_tokens": 3, "bad_words": [[5, 6]]})
     plain.slot = 0
@@ -108,3 +126,25 @@ def test_longer_lists_make_the_table_wider() -> None:
     assert sampling.bad_words[1, 0].tolist() == words[0]
     assert sampling.end_ids[0, :3].tolist() == [2, 3, -1]
     assert sampling.end_ids[1].tolist()[: NUM_ENDS + 1] == list(range(NUM_ENDS + 1))
+
+
+def test_no_option_is_forgotten() -> None:
+    """Whatever a request may ask is read by the host alone, or is in the table; and where requests ask for different
+    things, their rounds are drawn in company above."""
+    asked = {field.name for field in fields(SamplingParams)}
+    assert asked == ON_THE_HOST | OTHER.keys(), (
+        "an option that nothing packs: a column of COLUMNS, or the host's alone?"
+    )
+    assert OTHER.keys() - {"seed", "stop_token_ids"} == set(a_request.wrapped_strategy.mapping)
+    common = {"temperature": 1.0, "min_tokens": 2}  # the ids that end an answer are there for min_tokens
+    for name, value in OTHER.items():
+        tables = []
+        for options in (common, {**common, name: value}):
+            params = SamplingParams(**options)
+            words = [list(map(int, word)) for word in params.bad_words]
+            request = Request("r", [1] * 3, params, seed=params.seed or 0, bad_words=words, slot=1)
+            table = Options(NUM_SLOTS, VOCAB, CPU)
+            table.write([request], lambda tensor: tensor)
+            recorded = table.recorded(Flags(filtered=True, adjusted=True))
+            tables.append([each[1].tolist() for each in vars(recorded).values() if isinstance(each, torch.Tensor)])
+        assert tables[0] != tables[1], f"{name} is not in the table"

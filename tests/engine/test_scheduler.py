@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engine.pages import PagePool
-from outrider.engine.request import Request, Status, Work
+from outrider.engine.request import Request, Residence, Status, Work
 from outrider.engine.scheduler import Limits, Scheduler
 from outrider.sampling_params import SamplingParams
+
+NOWHERE = {name: value for name, value in vars(Residence()).items() if name not in ("marks", "is_followed")}
 
 
 def make_request(number: int, prompt_len: int, max_tokens: int) -> Request:
@@ -109,6 +111,9 @@ def test_everyone_finishes(
             scheduler.update(work, kept, drafts)
         if data.draw(st.integers(0, 40)) == 0:
             scheduler.abort(data.draw(st.sampled_from(requests)))
+        for request in requests:
+            if request.status is not Status.RUNNING:  # nothing is left of where it was
+                assert vars(request).items() >= NOWHERE.items()
         scheduler.pool.check()
     assert all(request.finished for request in requests)
     assert first_admitted is requests[0], "first come, first served"

@@ -1,6 +1,7 @@
 """The watchdog with the embedded pair: a drafter is broken on purpose, acceptance comes back, and nobody can tell from
 the text."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,14 +11,18 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.config import WatchdogConfig
+from outrider.config import SpeculativeConfig, WatchdogConfig
 from outrider.drafters.base import Drafter
 from outrider.engine.pages import PagePool
 from outrider.engine.request import Request
 from outrider.engine.scheduler import Limits, Scheduler
 from outrider.engine.watchdog import CONTEXTS, LONGEST_REST, MAX_FAILED_REBUILDS, Standing, Watchdog, context_bucket
 from outrider.layers.cached import cached_layers
+from outrider.pair import DEFAULT_DIRECTORY
 from outrider.types import Draft, Hidden, Step, Verdict
+
+# otherwise drafts that do not pay are not even made, and there is nothing to watch
+ALWAYS = {"model": str(DEFAULT_DIRECTORY / "drafter"), "adaptive": False}
 
 ASKED = [{"role": "user", "content": "Tell me about walking in nature."}]
 OTHERS = [[{"role": "user", "content": f"What is a good way to {way}?"}] for way in ("rest", "travel")]
@@ -91,7 +96,7 @@ class Since:
 def test_a_spoilt_memory_is_rebuilt(truth: dict[int, list[int]]) -> None:
     found = {}
     for watchdog in (True, False):
-        with LLM(watchdog=watchdog) as llm:
+        with LLM(None, ALWAYS, watchdog=watchdog) as llm:
             request = start(llm)
             run(llm, lambda: request.num_outputs > 60)  # noqa: B023
             assert request.speculation.accept_length > 1.5
@@ -116,7 +121,7 @@ def test_a_spoilt_memory_is_rebuilt(truth: dict[int, list[int]]) -> None:
 
 def test_spoilt_pages_are_found_by_nobody(truth: dict[int, list[int]]) -> None:
     """A request that finds spoilt pages of an earlier one is dead from its beginning; whoever comes after it is not."""
-    with LLM(page_size=4) as llm:
+    with LLM(None, ALWAYS, page_size=4) as llm:
         first = start(llm, replace(LONG, max_tokens=30))
         run(llm, lambda: first.finished)
         spoil(llm)
@@ -135,7 +140,7 @@ def test_spoilt_pages_are_found_by_nobody(truth: dict[int, list[int]]) -> None:
 
 def test_in_company_only_the_dead_start_over(truth: dict[int, list[int]]) -> None:
     """Chunks of prompts, little memory and others that decode: all the same."""
-    with LLM(max_num_batched_tokens=24, max_num_seqs=3, page_size=4) as llm:
+    with LLM(None, ALWAYS, max_num_batched_tokens=24, max_num_seqs=3, page_size=4) as llm:
         requests = [start(llm, replace(LONG, seed=seed)) for seed in (3, 4)]
         run(llm, lambda: all(request.num_outputs > 60 for request in requests))
         spoil(llm)
@@ -147,7 +152,7 @@ def test_in_company_only_the_dead_start_over(truth: dict[int, list[int]]) -> Non
 
 def test_a_drafter_beyond_repair_rests_and_is_tried_again(truth: dict[int, list[int]]) -> None:
     settings = WatchdogConfig(rest=10)
-    with LLM(watchdog=settings) as llm:
+    with LLM(None, ALWAYS, watchdog=settings) as llm:
         request = start(llm, replace(LONG, trace=True))
         with babbling(llm.drafter):
             run(llm, lambda: request.standing.is_resting)
@@ -170,7 +175,7 @@ def test_a_drafter_beyond_repair_rests_and_is_tried_again(truth: dict[int, list[
 
 def test_predictions_are_used_while_the_drafter_rests(truth: dict[int, list[int]]) -> None:
     prediction = truth[3][:10] + [5] * 3 + truth[3][150:]
-    with LLM() as llm, babbling(llm.drafter):
+    with LLM(None, ALWAYS) as llm, babbling(llm.drafter):
         request = start(llm, replace(LONG, prediction=prediction))
         run(llm, lambda: request.standing.is_resting)
         assert request.num_outputs < 150
@@ -181,7 +186,7 @@ def test_predictions_are_used_while_the_drafter_rests(truth: dict[int, list[int]
 
 
 def test_without_memory_there_is_nothing_to_rebuild(truth: dict[int, list[int]]) -> None:
-    with LLM(None, {"method": "ngram", "prompt_lookup_min": 1}) as llm, babbling(llm.drafter):
+    with LLM(None, {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}) as llm, babbling(llm.drafter):
         request = start(llm)
         run(llm, lambda: request.finished)
         assert llm.engine.watchdog is not None
@@ -228,8 +233,10 @@ def test_who_starts_over_takes_no_page_of_others() -> None:
 # the rules alone
 
 
-def watchdog(**settings: Any) -> Watchdog:
-    return Watchdog(WatchdogConfig(**settings), acts=True, rebuilds=True)
+def watchdog(clock: Callable[[], float] | None = None, **settings: Any) -> Watchdog:
+    return Watchdog(
+        WatchdogConfig(**settings), acts=True, rebuilds=True, clock=clock or itertools.count(step=1000).__next__
+    )
 
 
 def rounds(dog: Watchdog, standing: Standing, count: int, accepted: int, context_len: int = 100) -> None:
@@ -317,6 +324,25 @@ def test_alarms() -> None:
     assert dog.is_suspicious
     rounds(dog, Standing(), 400, 5)
     assert events() == []
+
+
+def test_suspicions_are_told_now_and_then() -> None:
+    """However many requests are in a loop; and never where acceptance is made up."""
+    moments = iter(range(10**6))
+    dog = watchdog(clock=lambda: next(moments) / 10, engine_window=10**6)
+    for _ in range(1200):
+        rounds(dog, Standing(), 80, 5)
+    told = [each.event for each in dog.take_notices()]
+    seconds = next(moments) / 10
+    assert told == ["acceptance_suspicious"] * len(told)
+    assert 2 <= len(told) <= 1 + seconds / 60
+    made_up = SpeculativeConfig(method="ngram", synthetic_acceptance_rates=(1.0,))
+    for settings, suspects in ((made_up, False), (SpeculativeConfig(method="ngram"), True)):
+        with LLM(None, vars(settings) | {"adaptive": False}, max_model_len=256) as llm:
+            dog = llm.engine.watchdog
+            assert dog is not None
+            rounds(dog, Standing(), 200, 5)
+            assert bool(dog.take_notices()) is suspects
 
 
 def test_notices_are_bounded_and_settings_are_checked() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.engine.governor import Governor, depths_up_to
-from outrider.engine.policy import Judged, Landed
+from outrider.engine.policy import Judged, Landed, RowSizes
 from outrider.engine.request import Request
 from outrider.sampling_params import SamplingParams
 
@@ -78,14 +78,16 @@ class Run:
         return self.tokens / (self.seconds - self.prompt_seconds)
 
 
-def run(world: World, governor: Governor, num_rounds: int, chance: random.Random) -> Run:
+def run(
+    world: World, governor: Governor, num_rounds: int, chance: random.Random, row_sizes: RowSizes | None = None
+) -> Run:
     """As in the engine, a round judges what the one before has drafted. A slow machine is slow for all alike: noise is
     taken out of what is counted."""
     asked, waiting, found = requests(len(world.rates)), [0] * len(world.rates), Run()
     left = [chance.randint(1, world.answer or 1) for _ in asked]
     reading = [False] * len(asked)
     for _ in range(num_rounds):
-        depth = governor.depth(asked)
+        depth = governor.depth(asked, row_sizes)
         judged, brought = [], []
         for who, (request, rate) in enumerate(zip(asked, world.rates, strict=True)):
             if reading[who]:

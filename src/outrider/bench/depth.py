@@ -37,11 +37,8 @@ class PolicySide:
     policy: DepthPolicy
 
     def run(self, prompts: Sequence[PromptText], load: Load) -> Outcome:
-        engine = self.side.engine
-        with engine.drafting_with(engine.drafter, self.policy):
-            found = self.side.run(prompts, load)
-            engine.drain()
-        return found
+        with self.side.engine.drafting_with(self.policy):
+            return self.side.run(prompts, load)
 
 
 def open_sides(

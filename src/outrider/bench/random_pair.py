@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from outrider.config import EngineConfig, SpeculativeConfig, batch_limits
 from outrider.drafters.base import Drafter, drafters
+from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
 from outrider.engine.loader import building
 from outrider.engine.memory import parameter_bytes, plan_memory
@@ -156,7 +157,7 @@ def random_engine(config: EngineConfig, shape: dict[str, Any], startup: StartupT
     if config.exact:
         make_exact(target)
     with startup.timed("cache"):
-        return Engine(config, target, drafter, budget)
+        return Engine(config, target, Drafting.of(config, drafter), budget)
 
 
 def check_method(method: str) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from outrider.sampling_params import accept_length
+
 # vllm:..., and whoever took over the names with a prefix of their own or none
 _LINE = re.compile(
     r"^(?:\w+:)?spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)_total(\{.*\})? (\S+)"
@@ -25,8 +27,8 @@ class Drafting:
 
     @property
     def accept_length(self) -> float:
-        """Tokens a round, the target's own included."""
-        return 1 + self.num_accepted / self.num_drafts
+        """Of the rounds that had a draft. Counters do not say where answers end, and vLLM counts the whole round."""
+        return accept_length(self.num_drafts, self.num_accepted)
 
     @property
     def acceptance_rate(self) -> float:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.bench.prompts import CHAT, REPETITION
 from outrider.bench.serve_client import events, kind_of
+from outrider.sampling_params import accept_length
 
 if TYPE_CHECKING:
     import httpx
@@ -270,6 +271,7 @@ def _ask(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def accept_length(replays: Sequence[Replay]) -> float:
+def mean_accept_length(replays: Sequence[Replay]) -> float:
+    """0 where nothing was drafted."""
     rounds = sum(replay.num_rounds for replay in replays)
-    return 1 + sum(replay.num_accepted for replay in replays) / rounds if rounds else 0.0
+    return accept_length(rounds, sum(replay.num_accepted for replay in replays)) if rounds else 0.0

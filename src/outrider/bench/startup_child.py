@@ -55,6 +55,7 @@ def read_config(values: dict[str, Any]) -> EngineConfig:
 
 def _open(config: EngineConfig, shape: str | None, startup: StartupTimes) -> Engine:
     from outrider.bench.random_pair import random_engine, shape_of
+    from outrider.engine.warm_up import warm_up
     from outrider.llm import LLM
 
     if shape is None:
@@ -64,7 +65,7 @@ def _open(config: EngineConfig, shape: str | None, startup: StartupTimes) -> Eng
         return llm.engine
     engine = random_engine(config, shape_of(shape), startup)
     with startup.timed("warm-up"):
-        engine.warm_up()
+        warm_up(engine)
     return engine
 
 

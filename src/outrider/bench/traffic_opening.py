@@ -22,6 +22,7 @@ from outrider.bench.traffic_sides import EngineSide, ServerSide, TrafficSide
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.request import Request
+from outrider.engine.warm_up import warm_up
 from outrider.llm import LLM
 from outrider.options import EngineOptions
 from outrider.sampling_params import SamplingParams
@@ -66,7 +67,7 @@ def random_sides(
         note(f"{name}: making weights and warming up")
         engine = random_engine(replace(config, speculative=speculative), shape_of(shape))
         opened.callback(engine.close)
-        engine.warm_up()
+        warm_up(engine)
         note(_ready(name, engine, begin))
         return EngineSide(name, engine, make, asking)
 

@@ -17,6 +17,7 @@ from outrider.bench.interleave import Spread
 from outrider.bench.serve_load import Outcome
 from outrider.bench.serve_report import Figures
 from outrider.bench.traffic import LevelRuns, TrafficPlan, output_rate
+from outrider.sampling_params import accept_length
 
 NEVER_UNDER = 0.98  # of plain: less counts as slower, and not as noise
 SIDES = ("plain", "speculative")
@@ -84,7 +85,7 @@ def _side(runs: Sequence[Outcome]) -> dict[str, Any]:
         "ttft_ms": _latency(first),
         "tpot_ms": _latency(token),
         "drafted_rounds": rounds,
-        "accept_length": round(1 + accepted / rounds, 3) if rounds else None,
+        "accept_length": round(accept_length(rounds, accepted), 3) if rounds else None,
     }
 
 

@@ -12,6 +12,7 @@ from outrider import __version__
 from outrider.certify.comparison import Divergence
 from outrider.certify.distribution import DrawTest
 from outrider.outputs import RequestOutput
+from outrider.sampling_params import accept_length
 
 PROVEN, MISMATCH, INCONCLUSIVE = "proven", "mismatch", "inconclusive"
 EXIT_STATUS = {PROVEN: 0, MISMATCH: 1, INCONCLUSIVE: 3}
@@ -24,6 +25,7 @@ class Counts:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    ended: int = 0  # rounds whose last token is the draft's: the answer ended there
     zero_draft_rounds: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
@@ -35,7 +37,7 @@ class Counts:
 
     @property
     def accept_length(self) -> float:
-        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+        return accept_length(self.rounds, self.accepted, self.ended)
 
     def add(self, output: RequestOutput) -> None:
         self.requests += 1
@@ -46,6 +48,7 @@ class Counts:
             self.rounds += how.rounds
             self.drafted += how.drafted
             self.accepted += how.accepted
+            self.ended += how.ended
             self.zero_draft_rounds += how.rounds - (how.drafted_at[0] if how.drafted_at else 0)
 
     def __iadd__(self, other: Counts) -> Counts:

@@ -177,8 +177,8 @@ class Proof:
         questions = [self.questions[place] for place in places]
         before = llm.engine.scheduler.num_preemptions
         lookahead = llm.engine.lookahead
-        llm.engine.drafting.policy = Restless(lookahead) if composition.is_restless else FixedDepth(lookahead)
-        outputs = composition.ask(llm, questions, self.watch.stage(composition.name))
+        with llm.engine.drafting_with(Restless(lookahead) if composition.is_restless else FixedDepth(lookahead)):
+            outputs = composition.ask(llm, questions, self.watch.stage(composition.name))
         certificate.preemptions[composition.name] = llm.engine.scheduler.num_preemptions - before
         cases: dict[tuple[str, float], Case] = {}
         tolerance = tolerance_of(llm)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from outrider.engine.cache import NUM_MISSABLE
 from outrider.engine.governor import depths_up_to
-from outrider.engine.policy import Landed
+from outrider.engine.policy import Landed, RowSizes
 from outrider.engine.request import Request
 
 LONGEST = 8  # rounds of the same depth
@@ -35,7 +35,7 @@ class Restless:
     def wants(self, num_requests: int) -> bool:
         return self._chance.random() < self._followed
 
-    def depth(self, requests: Sequence[Request]) -> int:
+    def depth(self, requests: Sequence[Request], row_sizes: RowSizes | None = None) -> int:
         for request in requests:
             request.most_judged = self._chance.randint(0, self.depths[-1])
         return self._now

@@ -14,9 +14,11 @@ from outrider.certify.restless import Restless
 from outrider.certify.worlds import MAX_MODEL_LEN, Asked, World
 from outrider.config import EngineConfig, SpeculativeConfig, WatchdogConfig
 from outrider.engine.engine import Engine
+from outrider.engine.flight import Flight
 from outrider.engine.governor import Governor
 from outrider.engine.policy import DepthPolicy, FixedDepth
 from outrider.engine.request import Progress, Request, Work
+from outrider.engine.stopwatch import Stopwatch
 from outrider.engine.watchdog import Watchdog
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput
@@ -211,7 +213,7 @@ class Trial:
 
         engine.target.logits = breaking_logits  # type: ignore[method-assign, assignment]
         engine._commit = breaking_commit  # type: ignore[method-assign, assignment]
-        engine.clock = MadeUpClock(self._chance)
+        engine.stopwatch = MadeUpTime(self._chance)
         if drafter is None:
             return
         texts = [[*each.prompt, *each.outputs] for made in self.answers.values() for each in made]
@@ -231,8 +233,7 @@ class Trial:
         if self.world.policy == "restless":
             return Restless(engine.lookahead, self._chance.randrange(100))
         if self.world.policy == "adaptive":
-            sizes = engine._graphs.row_sizes if engine._graphs is not None else None
-            return Governor(engine.lookahead, engine.cache.shape.num_slots, sizes)
+            return Governor(engine.lookahead, engine.cache.shape.num_slots)
         return FixedDepth(engine.lookahead)
 
     # afterwards
@@ -292,17 +293,17 @@ def _cut(output: CompletionOutput, count: int) -> CompletionOutput:
     return replace(output, token_ids=ids, logprobs=logprobs, finish_reason=None, stop_reason=None, text="")
 
 
-class MadeUpClock:
-    """Seconds that nobody waits for: rounds take any time, for a while more and for a while less."""
+class MadeUpTime(Stopwatch):
+    """Rounds take any time, for a while more and for a while less."""
 
     def __init__(self, chance: random.Random) -> None:
-        self._chance, self._now, self._pace = chance, 0.0, 1e-3
+        super().__init__()
+        self._chance, self._pace = chance, 1e-3
 
-    def __call__(self) -> float:
+    def lap(self, flight: Flight, end: float) -> float:
         if self._chance.random() < 0.02:
             self._pace = self._chance.choice([1e-4, 1e-3, 1e-2])
-        self._now += self._pace * self._chance.uniform(0.5, 1.5)
-        return self._now
+        return self._pace * self._chance.uniform(0.5, 1.5)
 
 
 # opening

@@ -8,18 +8,38 @@ from collections.abc import Sequence
 
 import torch
 
+from outrider.config import EngineConfig
 from outrider.drafters.base import Drafter
-from outrider.engine.policy import DepthPolicy
+from outrider.engine.governor import Governor
+from outrider.engine.policy import DepthPolicy, FixedDepth, RowSizes
 from outrider.engine.request import Request, Work
 from outrider.engine.runner import Runner, exact_shape
 from outrider.types import Draft, Hidden, RoundShape, Step, Verdict
 
 
 class Drafting:
-    def __init__(self, drafter: Drafter | None, policy: DepthPolicy, runner: Runner) -> None:
-        self.drafter, self.policy = drafter, policy
-        self.predicting: Drafter | None = None  # in rounds with requests that bring a prediction
-        self._runner, self._cache = runner, runner.cache
+    def __init__(self, drafter: Drafter | None, policy: DepthPolicy, predicting: Drafter | None = None) -> None:
+        """`predicting`: who drafts in rounds with requests that bring a prediction."""
+        self.drafter, self.policy, self.predicting = drafter, policy, predicting
+        self.lookahead = drafter.lookahead if drafter is not None else 0
+
+    @classmethod
+    def of(cls, config: EngineConfig, drafter: Drafter | None, predicting: Drafter | None = None) -> Drafting:
+        """As the user wants it: whoever forces a drafter wants to see all of its drafts."""
+        settings, lookahead = config.speculative, drafter.lookahead if drafter is not None else 0
+        adapts = settings is not None and settings.adaptive and not settings.force and lookahead > 0
+        policy = Governor(lookahead, config.max_num_seqs + 1) if adapts else FixedDepth(lookahead)
+        return cls(drafter, policy, predicting)
+
+    def bind(self, runner: Runner, row_sizes: RowSizes | None) -> None:
+        """To the engine that drafts so. `row_sizes`: numbers of rows that its rounds can have; None: any."""
+        self._runner, self._cache, self._row_sizes = runner, runner.cache, row_sizes
+
+    def having(self, policy: DepthPolicy, drafter: Drafter | None) -> Drafting:
+        """The same with another policy and another drafter, which shares the cached layers of this one."""
+        other = Drafting(drafter, policy, self.predicting)
+        other.bind(self._runner, self._row_sizes)
+        return other
 
     def taps(self, shape: RoundShape) -> tuple[int, ...]:
         """The target's hidden states that a round is asked for."""
@@ -39,7 +59,7 @@ class Drafting:
         worth a try."""
         if self.drafter is None or not requests:
             return 0
-        most = self.policy.depth(requests)
+        most = self.policy.depth(requests, self._row_sizes)
         if any(request.prediction is not None for request in requests):
             most = self.drafter.lookahead
         wanted = [request.most_drafts() for request in requests]

@@ -5,41 +5,40 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.config import EngineConfig
 from outrider.drafters.base import Drafter
 from outrider.engine.cache import Cache
 from outrider.engine.drafting import Drafting
-from outrider.engine.flight import Flight, to_host, wants_logprobs, wants_prompt_logprobs
-from outrider.engine.governor import Governor
+from outrider.engine.flight import Flight, landed, to_host, wants_logprobs, wants_prompt_logprobs
 from outrider.engine.grammar import Grammars, Guide
 from outrider.engine.graphs import NUM_ROWS, Graphs
 from outrider.engine.guidance import guidance_of
 from outrider.engine.logprobs import add_prompt_logprobs, logprob_table
 from outrider.engine.memory import Budget, cache_shape
 from outrider.engine.pages import PagePool
-from outrider.engine.policy import DepthPolicy, FixedDepth, Judged, Landed, judged_of
+from outrider.engine.policy import DepthPolicy, judged_of
 from outrider.engine.request import Progress, Request, Work
 from outrider.engine.round import EagerRound, Round, RoundParts
 from outrider.engine.runner import Runner, exact_shape
 from outrider.engine.scheduler import Limits, Plan, Scheduler
 from outrider.engine.snapshots import Snapshots
+from outrider.engine.stopwatch import Stopwatch
 from outrider.engine.verify import synthetic_choice
 from outrider.engine.watchdog import Watchdog
 from outrider.kernels.dispatch import has_triton
 from outrider.models.base import Target
-from outrider.sampling_params import Guided, SamplingParams
+from outrider.sampling_params import Guided
 from outrider.tokenizer import Tokenizer
 from outrider.types import Outcome, RoundShape
 
 MAX_FLYING = 2  # rounds under way on a GPU: one runs, the next is already queued
 PROMPT_ROWS = {"cpu": 256, "cuda": 1024}  # beside those who decode: a tenth of a second for a small model, or 20 ms
-WARM_UP_LENGTHS = (2, 6, 12, 24, 48, 200)  # few rows, some, many: each have kernels of their own
 
 
 class Engine:
@@ -47,13 +46,12 @@ class Engine:
         self,
         config: EngineConfig,
         target: Target,
-        drafter: Drafter | None,
+        drafting: Drafting,
         budget: Budget,
         tokenizer: Tokenizer | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
-        self.lookahead = drafter.lookahead if drafter is not None else 0
+        drafter, self.lookahead = drafting.drafter, drafting.lookahead
         self.max_model_len = budget.max_model_len
         self.end_ids: frozenset[int] = frozenset()
         self._grammars: Grammars | None = None  # made with the first guided request
@@ -62,7 +60,8 @@ class Engine:
         self.cache = Cache(shape, models, config.torch_device, next(target.parameters()).dtype)
         # more rows bring nothing, and keep those waiting who decode; but everybody must be able to move in every round
         most = config.max_num_batched_tokens
-        num_rows = min(most, NUM_ROWS[-1]) if records(config) else most
+        recorder = self.recorder(config)
+        num_rows = min(most, NUM_ROWS[-1]) if recorder is not None else most
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max(num_rows, config.max_num_seqs * (1 + self.lookahead)),
@@ -72,7 +71,7 @@ class Engine:
             # a page holds keys and values; without snapshots a recurrent state must be recomputed from the start anyway
             prefix_caching=config.enable_prefix_caching and (not self.cache.recurrent or budget.num_snapshots > 0),
             num_prompt_rows=PROMPT_ROWS[config.torch_device.type],
-            round_sizes=NUM_ROWS if records(config) else (),
+            round_sizes=NUM_ROWS if recorder is not None else (),
         )
         snapshots = None
         if budget.num_snapshots:
@@ -80,15 +79,18 @@ class Engine:
         forgets = snapshots.pool.forget if snapshots is not None else lambda name: None
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages, forgets), snapshots)
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
-        self.watchdog = _watchdog(config, drafter)
-        settings = config.speculative
-        drafting = Drafting(drafter, FixedDepth(self.lookahead), self.runner)
-        self._round = Round(target, drafting, synthetic_choice(settings))
-        self._graphs = Graphs(self.runner, self._round, config.max_num_seqs) if records(config) else None
-        drafting.policy = depth_policy(settings, self.lookahead, shape.num_slots, self._graphs)
-        self._max_flying = 1 if config.torch_device.type == "cpu" and self._graphs is None else MAX_FLYING
+        self.watchdog = Watchdog.of(config, drafter)
+        self._round = Round(target, drafting, synthetic_choice(config.speculative))
+        self.graphs = recorder(self.runner, self._round, config.max_num_seqs) if recorder is not None else None
+        drafting.bind(self.runner, self.graphs.row_sizes if self.graphs is not None else None)
+        self._max_flying = 1 if config.torch_device.type == "cpu" and self.graphs is None else MAX_FLYING
         self._flights: deque[Flight] = deque()
-        self.clock, self._landed_at = clock, 0.0
+        self.stopwatch = Stopwatch()
+
+    @staticmethod
+    def recorder(config: EngineConfig) -> type[Graphs] | None:
+        """What records rounds there; None: nothing can, or shall."""
+        return Graphs if config.torch_device.type == "cuda" and has_triton() and not config.enforce_eager else None
 
     # requests come and go
 
@@ -126,7 +128,7 @@ class Engine:
 
     def _launch_rounds(self) -> None:
         while len(self._flights) < self._max_flying and self._is_foreseeable:
-            begin = self.clock()
+            begin = self.stopwatch.now()
             depth = self.drafting.depth(self.scheduler.running or self.scheduler.next_in_line)
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
             if not plan.work:
@@ -175,10 +177,10 @@ class Engine:
 
     def _parts(self, plan: Sequence[Work], shape: RoundShape) -> tuple[RoundParts, RoundShape]:
         """How a round is done: from recordings where it can be, step by step otherwise; and its sizes then."""
-        if self._graphs is not None and self._is_recordable(plan):
-            fitted = self._graphs.fitted(plan, shape)
+        if self.graphs is not None and self._is_recordable(plan):
+            fitted = self.graphs.fitted(plan, shape)
             if fitted is not None:
-                return self._graphs.round(plan, fitted), fitted
+                return self.graphs.round(plan, fitted), fitted
         return EagerRound(self._round, self.runner.pack(plan, shape)), shape
 
     def _is_recordable(self, plan: Sequence[Work]) -> bool:
@@ -194,7 +196,7 @@ class Engine:
         """The outcome of a round reaches the requests that are still there."""
         self._finish(flight)
         flight.wait()
-        end = self.clock()
+        end = self.stopwatch.now()
         read = [each for each in flight.read() if each[0].is_current]
         if flight.hidden is not None:
             add_prompt_logprobs(flight.read_rows(), flight.hidden, self.target, self.tokenizer)
@@ -204,33 +206,15 @@ class Engine:
             if _has_draft(work) and not flight.shape.rests:
                 judged.append(judged_of(work.request, outcome))
             brought.append(self._settle(work, outcome, logits))
-        self._note(flight, [outcome for work, outcome, _ in read if work.emits], judged, end)
+        # where no round is under way, everybody has waited also while the outcome was read
+        seconds = self.stopwatch.lap(flight, end if self._flights else self.stopwatch.now())
+        rests = flight.shape.rests or not (flight.shape.depth or self.drafting.remembers)
+        outcomes = [outcome for work, outcome, _ in read if work.emits]
+        self.drafting.policy.note(landed(flight, outcomes, judged, seconds, rests))
         self._heal([work for work, _, _ in read])
         return brought
 
     # the parts of a step
-
-    def _note(self, flight: Flight, outcomes: Sequence[Outcome], judged: list[Judged], end: float) -> None:
-        """Tells the policy of a round. It has kept everybody waiting since it began, or since the one before was over;
-        where none is under way, also while its outcome was read."""
-        end = end if self._flights else self.clock()
-        seconds, self._landed_at = end - max(flight.launched, self._landed_at), end
-        shape = flight.shape
-        decoding = sum(work.num_rows for work in flight.plan if work.is_round)
-        num_rows = shape.num_rows if all(work.is_round for work in flight.plan) else decoding
-        landed = Landed(
-            num_requests=len(flight.plan),
-            depth=shape.depth,
-            rests=shape.rests or not (shape.depth or self.drafting.remembers),
-            num_rows=num_rows,
-            num_other_rows=shape.num_rows - num_rows,
-            num_tokens=sum(len(outcome.tokens) for outcome in outcomes),
-            num_made=sum(len(outcome.draft) for outcome in outcomes),
-            num_wanted=shape.depth * len(outcomes),
-            seconds=seconds,
-            judged=judged,
-        )
-        self.drafting.policy.note(landed)
 
     def _place(self, plan: Plan) -> None:
         """Slots of new requests are filled, and page tables learn of new pages."""
@@ -259,15 +243,14 @@ class Engine:
         if request.params.logprobs is not None and taken:
             assert logits is not None
             request.logprobs += logprob_table(logits[:taken], tokens[:taken], request.params.logprobs, self.tokenizer)
+        request.draft, request.num_refused = outcome.draft, 0
         request.draft_is_predicted, request.draft_is_forced = outcome.predicted, outcome.forced
-        request.num_refused = 0
         if request.guide is not None and not request.finished and request.flying in ([], [work]):
             # nothing that judges the draft is under way: what the grammar forbids need not be judged
             request.num_refused = len(outcome.draft) - request.guide.num_fitting(outcome.draft)
         self.scheduler.update(work, outcome.kept, len(outcome.draft) - request.num_refused)
         if request.finished:
             self.drafting.learn(request)
-        request.draft = outcome.draft
         return progress
 
     def _commit(self, work: Work, outcome: Outcome) -> Progress:
@@ -281,7 +264,7 @@ class Engine:
                 break
         if is_round and taken:
             accepted = min(len(tokens) - 1, taken)
-            request.count_round(num_judged, accepted)
+            request.count_round(num_judged, accepted, taken)
             self._watch(request, num_judged + request.num_refused, accepted)
             if request.params.trace:
                 request.trace.append({"draft": request.draft[:num_judged], "accepted": accepted})
@@ -316,65 +299,34 @@ class Engine:
         return self.drafting.drafter
 
     @contextmanager
-    def drafting_with(self, drafter: Drafter | None, policy: DepthPolicy) -> Iterator[None]:
-        """For a while another drafter drafts, which shares the cached layers of the engine's own, or another policy
-        says how much."""
+    def drafting_with(self, policy: DepthPolicy, drafter: Drafter | None = None) -> Iterator[None]:
+        """For a while another policy says how much is drafted, and perhaps another drafter drafts, which shares the
+        cached layers of the engine's own."""
         assert not self.has_work, "the drafter of an engine at work cannot be changed"
-        before, self._round.drafting = self.drafting, Drafting(drafter, policy, self.runner)
-        self.drafting.predicting = before.predicting
+        before = self.drafting
+        self._round.drafting = before.having(policy, drafter or before.drafter)
         try:
             yield
         finally:
             self._round.drafting = before
 
-    def drain(self) -> None:
-        """Rounds under way whose requests have all left are forgotten."""
-        while self._flights:
-            self._flights.popleft().wait()
-
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """On a GPU: compiles kernels and records rounds, so that the first requests do not wait for it."""
-        if self.runner.device.type == "cpu" and self._graphs is None:
-            return
-        if self._graphs is not None and self.drafting.is_recordable:
-            depths, may_rest = self.drafting.policy.depths, self.drafter is not None
-            most = self.scheduler.limits.max_num_batched_tokens
-            shapes = self._graphs.usual_shapes(depths, most, may_rest=may_rest)
-            self._graphs.warm_up(shapes)
-        room = self.scheduler.pool.capacity * self.scheduler.limits.page_size - 1 - self.lookahead
-        room = min(self.max_model_len, room)
-        with self.drafting_with(self.drafter, FixedDepth(self.lookahead)):  # nothing is to be learnt from this
-            for length in WARM_UP_LENGTHS:  # neither prompts are recorded, nor what a drafter sees after a rest
-                self._run_alone(min(length, room - 2), 2)
-                self._run_alone(2, min(length, self.cache.shape.num_missable, room - 2), num_drafts=0)
-
-    def _run_alone(self, prompt_len: int, max_tokens: int, num_drafts: int | None = None) -> None:
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, num_speculative_tokens=num_drafts)
-        request = Request(f"warm-up-{prompt_len}-{max_tokens}", [0] * prompt_len, params, seed=0)
-        self.add(request)
-        while not request.finished:
-            if request.num_outputs == max_tokens - 2:
-                self.drafting.catch_up([request])
-            self.step()
-
     @property
     def num_recordings(self) -> int:
-        return 0 if self._graphs is None else self._graphs.num_recordings
+        return 0 if self.graphs is None else self.graphs.num_recordings
 
     @property
     def recording_seconds(self) -> dict[str, float]:
         """Of warming up."""
-        return {} if self._graphs is None else {"recordings": self._graphs.record_seconds}
+        return {} if self.graphs is None else {"recordings": self.graphs.record_seconds}
 
     @property
     def num_recorded_rounds(self) -> int:
         """How many rounds were replayed from recordings."""
-        return 0 if self._graphs is None else self._graphs.num_launched
+        return 0 if self.graphs is None else self.graphs.num_launched
 
     def replay_ms(self, count: int) -> float | None:
         """Device time of the last recorded round, replayed back to back: a measurement that spoils the requests."""
-        return None if self._graphs is None else self._graphs.replay_ms(count)
+        return None if self.graphs is None else self.graphs.replay_ms(count)
 
     def close(self) -> None:
         self.cache.free()
@@ -385,28 +337,6 @@ def _waits_for_outcome(request: Request) -> bool:
     return request.guide is not None and any(work.emits for work in request.flying)
 
 
-def depth_policy(
-    settings: SpeculativeConfig | None, lookahead: int, num_slots: int, graphs: Graphs | None
-) -> DepthPolicy:
-    """Whoever forces a drafter wants to see all of its drafts."""
-    if settings is None or not lookahead or settings.force or not settings.adaptive:
-        return FixedDepth(lookahead)
-    return Governor(lookahead, num_slots, graphs.row_sizes if graphs is not None else None)
-
-
 def _has_draft(work: Work) -> bool:
     """Whether a draft of the drafter's waited for this round."""
     return work.is_round and bool(work.request.draft) and not work.request.draft_is_predicted
-
-
-def records(config: EngineConfig) -> bool:
-    """Whether rounds can be recorded there, and are to be."""
-    return config.torch_device.type == "cuda" and has_triton() and not config.enforce_eager
-
-
-def _watchdog(config: EngineConfig, drafter: Drafter | None) -> Watchdog | None:
-    """A drafter that was forced is used however bad it is; one that reads tokens only has nothing to compute again."""
-    if config.watchdog is None or drafter is None:
-        return None
-    forced = config.speculative is not None and config.speculative.force
-    return Watchdog(config.watchdog, acts=not forced, rebuilds=not drafter.from_text)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.engine.policy import Judged, Landed
 from outrider.engine.request import Work
 from outrider.engine.round import RoundParts
 from outrider.kernels.round import read_outcome
@@ -53,6 +54,26 @@ class Flight:
             found.append((work, begin))
             begin += work.pending + outcome.num_judged
         return found
+
+
+def landed(flight: Flight, outcomes: Sequence[Outcome], judged: list[Judged], seconds: float, rests: bool) -> Landed:
+    """What a policy is told of a round that is over. `outcomes`: of the requests that got tokens; `rests`: the drafter
+    had nothing to do. Rows that only fill up a recording count as drafts' where everybody decodes."""
+    shape, plan = flight.shape, flight.plan
+    decoding = sum(work.num_rows for work in plan if work.is_round)
+    num_rows = shape.num_rows if all(work.is_round for work in plan) else decoding
+    return Landed(
+        num_requests=len(plan),
+        depth=shape.depth,
+        rests=rests,
+        num_rows=num_rows,
+        num_other_rows=shape.num_rows - num_rows,
+        num_tokens=sum(len(outcome.tokens) for outcome in outcomes),
+        num_made=sum(len(outcome.draft) for outcome in outcomes),
+        num_wanted=shape.depth * len(outcomes),
+        seconds=seconds,
+        judged=judged,
+    )
 
 
 def to_host(table: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -5,12 +5,12 @@ how soon it comes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider.engine.policy import Landed
+from outrider.engine.policy import Landed, RowSizes
 from outrider.engine.request import Request
 from outrider.engine.survival import Survival
 from outrider.engine.times import Line, Times, size_of
@@ -23,8 +23,6 @@ REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
 PRICE = 0.01  # share of the time that trials may cost of which nothing new is expected
 MADE = 32  # rounds that the share of a draft that is made looks back on
 TRAFFIC = 256  # rounds that the share of prompts looks back on
-
-RowSizes = Callable[[int, int], Sequence[int]]  # numbers of rows that rounds of so many requests and a depth can have
 
 
 @dataclass
@@ -53,9 +51,9 @@ class Choice:
 
 
 class Governor:
-    def __init__(self, lookahead: int, num_slots: int, row_sizes: RowSizes | None = None) -> None:
+    def __init__(self, lookahead: int, num_slots: int) -> None:
         self.depths = depths_up_to(lookahead)
-        self._row_sizes = row_sizes
+        self._row_sizes: RowSizes | None = None
         self._survival, self._times = Survival(num_slots, lookahead), Times()
         self._sizes: dict[int, Size] = {}
         self._latest: Size | None = None
@@ -63,13 +61,15 @@ class Governor:
         self._num_rounds = 0
         self._allotted: tuple[int, list[int], int] | None = None  # for which depth, to whom, and when, was it said last
         self._credit = 0.0  # seconds that trials may cost
+        self._follow_loss = 0.0  # seconds that it has cost to follow a text for the sake of a trial
         self._has_followed = False  # some running request could be drafted for
         self._num_prompt_rows = self._num_tokens = 0.0  # of the last rounds
         self._made = 1.0  # share of the tokens of a draft that there are: a text may suggest nothing
 
     # before a round
 
-    def depth(self, requests: Sequence[Request]) -> int:
+    def depth(self, requests: Sequence[Request], row_sizes: RowSizes | None = None) -> int:
+        self._row_sizes = row_sizes
         size = self._size(len(requests))
         number = size_of(len(requests))
         self._has_followed = any(request.is_followed for request in requests)
@@ -130,7 +130,8 @@ class Governor:
         size = self._sizes.get(max(size_of(num_requests), self._number)) or self._latest
         if size is None:
             return True
-        wanted = size.depth > 0 or size.pays or (self._credit >= size.next_loss and not self._has_followed)
+        affordable = self._credit >= size.next_loss + self._follow_loss  # or the trial would never come
+        wanted = size.depth > 0 or size.pays or (affordable and not self._has_followed)
         self._has_followed = self._has_followed or wanted
         return wanted
 
@@ -172,7 +173,8 @@ class Governor:
             self._note_trial(number, size, landed)
         elif landed.depth == size.depth == 0 and not landed.rests:  # the drafter follows a text for the sake of a trial
             follow, rest = (self._times.prompt_seconds(number, rests=rests) for rests in (False, True))
-            self._credit -= max(follow - rest, 0.0) * landed.num_other_rows
+            self._follow_loss = max(follow - rest, 0.0) * landed.num_other_rows
+            self._credit -= self._follow_loss
 
     def _note_trial(self, number: int, size: Size, landed: Landed) -> None:
         assert size.trial is not None

@@ -3,12 +3,14 @@ on it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.engine.request import Request
 from outrider.types import Outcome
+
+RowSizes = Callable[[int, int], Sequence[int]]  # numbers of rows that rounds of so many requests and a depth can have
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ class DepthPolicy(Protocol):
         """What it has said last, trials aside."""
         ...
 
-    def depth(self, requests: Sequence[Request]) -> int:
+    def depth(self, requests: Sequence[Request], row_sizes: RowSizes | None = None) -> int:
         """How many tokens to draft in the next round. How many of those that wait are judged in it, at most, is written
-        to each request (`most_judged`)."""
+        to each request (`most_judged`). `row_sizes`: numbers of rows that rounds can have; None: any."""
         ...
 
     def wants(self, num_requests: int) -> bool:
@@ -91,7 +93,7 @@ class FixedDepth:
     def depths(self) -> tuple[int, ...]:
         return tuple(sorted({0, self.latest}))  # none where a request wants none
 
-    def depth(self, requests: Sequence[Request]) -> int:
+    def depth(self, requests: Sequence[Request], row_sizes: RowSizes | None = None) -> int:
         for request in requests:
             request.most_judged = None
         return self.latest

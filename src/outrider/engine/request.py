@@ -55,8 +55,33 @@ class TextStream:
             self.text += self._stops.finish()
 
 
+@dataclass(eq=False, kw_only=True)
+class Residence:
+    """What a request has while it runs: a slot and pages, what is computed in them, and what is planned on it."""
+
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    page_names: list[bytes] = field(default_factory=list)
+    num_placed: int = 0  # pages that the device's page table knows
+    num_computed: int = 0
+    num_followed: int = 0  # the first of them that the drafter has seen
+    is_followed: bool = True  # the drafter sees its text; otherwise it is never drafted for
+    num_drafts: int = 0  # draft tokens waiting to be verified
+    draft: list[int] = field(default_factory=list)  # which
+    draft_is_predicted: bool = False  # it is from the prediction
+    draft_is_forced: bool = False  # the grammar says what comes next
+    num_refused: int = 0  # the last of its tokens, which are not judged: the grammar forbids them
+    most_judged: int | None = None  # tokens of a draft that are worth judging in the next round; None: all
+    flying: list[Work] = field(default_factory=list)  # its work in rounds under way, the oldest first
+    marks: Marks = field(default_factory=Marks)  # where snapshots of recurrent states are taken
+
+    def leave(self) -> None:
+        """All of it is as at first: nothing of this stay reaches the next one."""
+        vars(self).update(vars(Residence()))
+
+
 @dataclass(eq=False)
-class Request:
+class Request(Residence):
     request_id: str
     prompt: list[int]
     params: SamplingParams
@@ -71,27 +96,12 @@ class Request:
     # where it stands
     status: Status = Status.WAITING
     tokens: list[int] = field(default_factory=list)  # prompt, then what was generated
-    slot: int = -1
-    pages: list[int] = field(default_factory=list)
-    page_names: list[bytes] = field(default_factory=list)
-    num_computed: int = 0
-    num_followed: int = 0  # the first of them that the drafter has seen
-    is_followed: bool = True  # the drafter sees its text; otherwise it is never drafted for
     num_cached: int = 0  # prompt tokens found in the cache at first admission
-    num_placed: int = 0  # pages that the device's page table knows
-    num_drafts: int = 0  # draft tokens waiting to be verified
-    draft: list[int] = field(default_factory=list)  # which
-    draft_is_predicted: bool = False  # it is from the prediction
-    draft_is_forced: bool = False  # the grammar says what comes next
-    num_refused: int = 0  # the last of its tokens, which are not judged: the grammar forbids them
-    most_judged: int | None = None  # tokens of a draft that are worth judging in the next round; None: all
-    flying: list[Work] = field(default_factory=list)  # its work in rounds under way, the oldest first
     num_admissions: int = 0
     first_admitted: float | None = None  # when, by time.monotonic()
     num_preemptions: int = 0
     starts_afresh: bool = False  # when it is admitted again, it reuses nothing
     standing: Standing = field(default_factory=Standing)  # with the watchdog
-    marks: Marks = field(default_factory=Marks)  # where snapshots of recurrent states are taken
     # what came out
     draft_positions: list[int] = field(default_factory=list)  # of each output: its place in the draft, 0: no draft's
     text_ends: list[int] = field(default_factory=list)  # of each output: length of the text once it was added
@@ -105,6 +115,7 @@ class Request:
     accepted_at: list[int] = field(default_factory=list)
     num_predicted: int = 0  # draft tokens from the prediction
     num_predicted_accepted: int = 0
+    ends_in_draft: bool = False  # its last token is a draft's
     error: str | None = None
     # when, by time.monotonic()
     arrived_at: float = field(default_factory=time.monotonic)
@@ -157,6 +168,7 @@ class Request:
             accepted_at=tuple(self.accepted_at),
             predicted=self.num_predicted,
             accepted_predicted=self.num_predicted_accepted,
+            ended=int(self.ends_in_draft),
         )
 
     def most_drafts(self, *, predicted: bool = False) -> int | None:
@@ -225,8 +237,10 @@ class Request:
             trace=list(self.trace) if self.params.trace else None,
         )
 
-    def count_round(self, num_drafts: int, accepted: int) -> None:
+    def count_round(self, num_drafts: int, accepted: int, taken: int) -> None:
+        """A round that brought `taken` tokens."""
         self.rounds += 1
+        self.ends_in_draft = taken == accepted
         missing = num_drafts - len(self.drafted_at)
         self.drafted_at += [0] * missing
         self.accepted_at += [0] * missing

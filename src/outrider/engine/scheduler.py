@@ -283,8 +283,7 @@ class Scheduler:
         if self.snapshots is not None:
             self.snapshots.drop(request)
         self._free_slots.append(request.slot)
-        request.pages, request.page_names, request.slot, request.flying = [], [], -1, []
-        request.num_computed = request.num_followed = request.num_drafts = 0
+        request.leave()
 
     def _pages_for(self, length: int) -> int:
         """Pages for `length` rows, the token that follows them, and a draft after that."""

@@ -136,26 +136,29 @@ class Times:
         slopes = self._slopes.get(key) or self._prior(key)
         if slopes is None:
             return None
+        prompt = self.prompt_seconds(size, rests=depth == 0)
         if self.knows(size, depth):
             seconds = self._expected(key, self._kinds[key].depths[depth], num_requests, 0)
-            return Line(seconds, slopes.rows, slopes.prompt)
+            return Line(seconds, slopes.rows, prompt)
         ratio = self._ratio(size, depth)
         if ratio is None or not ratio:
             return None
         if depth and self.knows(size, 0):
             plain = self.line(size, 0, num_requests)
-            return None if plain is None else Line(plain.seconds * ratio, slopes.rows, slopes.prompt)
+            return None if plain is None else Line(plain.seconds * ratio, slopes.rows, prompt)
         for other, moments in self._kinds.get((size, False), Kind()).depths.items():
             share = self._ratio(size, other)
             if other and share:
                 seconds = self._expected((size, False), moments, num_requests, 0)
-                return Line(seconds * ratio / share, slopes.rows, slopes.prompt)
+                return Line(seconds * ratio / share, slopes.rows, prompt)
         return None
 
     def prompt_seconds(self, size: int, *, rests: bool) -> float:
-        """Of one more row of a prompt, that the drafter sees or not; 0 while nothing is known."""
-        slopes = self._slopes.get((size, rests)) or self._prior((size, rests))
-        return 0.0 if slopes is None else slopes.prompt
+        """Of one more row of a prompt, that the drafter sees or not; 0 while nothing is known. Those that it does not
+        see cannot be the dearer ones: where few rounds seem to say so, they were disturbed."""
+        kinds = (True, False) if rests else (False,)
+        slopes = [self._slopes.get((size, each)) or self._prior((size, each)) for each in kinds]
+        return min((each.prompt for each in slopes if each is not None), default=0.0)
 
     def _ratio(self, size: int, depth: int) -> float | None:
         """How many times as long as without drafts a round takes that makes so many, and judges none: with so many

@@ -4,16 +4,21 @@ request is computed again, then it decodes plainly. What is said never changes, 
 from __future__ import annotations
 
 import bisect
+import math
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.config import WatchdogConfig
+from outrider.config import EngineConfig, WatchdogConfig
+from outrider.drafters.base import Drafter
 
 CONTEXTS = (256, 1024, 4096, 16384, 65536)  # upper ends of the buckets of context length
 MAX_NOTICES = 1000  # that nobody has taken
 MAX_FAILED_REBUILDS = 3  # in a row: whatever ails the drafter at such lengths, it is not its memory
 LONGEST_REST = 16  # times the shortest
+QUIET = 60.0  # seconds at least from one suspicion of a request to the next that is told, and of all together
 HOPE = 1.0  # accepted tokens a round: the average that everything begins with
 # In terms of what counts as dead: what averages begin anew with after a rebuild (nothing accepted: dead again after 14
 # rounds) and when a rest is over (after 4 rounds), and what it takes to count as alive again.
@@ -82,15 +87,33 @@ class Counts:
 class Watchdog:
     """Told of every round by the engine. Of requests it keeps nothing: their `Standing` is theirs."""
 
-    def __init__(self, settings: WatchdogConfig, *, acts: bool, rebuilds: bool) -> None:
+    def __init__(
+        self,
+        settings: WatchdogConfig,
+        *,
+        acts: bool,
+        rebuilds: bool,
+        suspects: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.settings = settings
-        self._acts, self._rebuilds = acts, rebuilds
+        self._acts, self._rebuilds, self._suspects, self._clock = acts, rebuilds, suspects, clock
         self.counts = Counts()
         self.average = Average(settings.engine_window)
         self.buckets: dict[str, Bucket] = {}
         self.is_dead = False  # acceptance of all requests together
         self.is_suspicious = False
         self._notices: deque[Notice] = deque(maxlen=MAX_NOTICES)
+        self._suspected = {"request": -math.inf, "all": -math.inf}  # when that was told last
+
+    @classmethod
+    def of(cls, config: EngineConfig, drafter: Drafter | None) -> Watchdog | None:
+        """A drafter that was forced is used however bad it is; one that reads tokens only has nothing to compute again;
+        and acceptance that is made up is not suspicious."""
+        if config.watchdog is None or drafter is None or config.speculative is None:
+            return None
+        how = config.speculative
+        return cls(config.watchdog, acts=not how.force, rebuilds=not drafter.from_text, suspects=not how.is_synthetic)
 
     def take_notices(self) -> list[Notice]:
         taken = list(self._notices)
@@ -154,7 +177,7 @@ class Watchdog:
         assert standing.average is not None
         suspicious = standing.average.share >= self.settings.suspicious_share
         if suspicious and not standing.is_suspicious and not self.is_suspicious:
-            self._tell("acceptance_suspicious", _fields(name, context, standing), is_alarm=True)
+            self._tell_suspicion("request", _fields(name, context, standing))
         standing.is_suspicious = standing.is_suspicious or suspicious
 
     # all of them
@@ -169,11 +192,17 @@ class Watchdog:
             self._tell("acceptance_alive", fields)
         suspicious = self.average.share >= self.settings.suspicious_share
         if suspicious and not self.is_suspicious:
-            self._tell("acceptance_suspicious", fields, is_alarm=True)
+            self._tell_suspicion("all", fields)
         self.is_suspicious = suspicious
 
     def _lives(self, average: Average) -> bool:
         return average.accepted >= ALIVE * self.settings.dead_acceptance
+
+    def _tell_suspicion(self, whose: str, fields: dict[str, Any]) -> None:
+        """Now and then: there may be as many as there are requests."""
+        if self._suspects and self._clock() >= self._suspected[whose] + QUIET:
+            self._suspected[whose] = self._clock()
+            self._tell("acceptance_suspicious", fields, is_alarm=True)
 
     def _tell(self, event: str, fields: dict[str, Any], *, is_alarm: bool = False) -> None:
         self._notices.append(Notice(event, fields, is_alarm))

@@ -274,7 +274,7 @@ class EngineLoop:
         sequence.last_token = now
         self._metrics.generated(progress.num_new)
         if progress.num_drafted:
-            self._metrics.drafted(progress.num_drafted, progress.num_accepted, len(request.tokens))
+            self._metrics.drafted(progress)
 
     def _log_notices(self) -> None:
         """What the watchdog has seen and done."""

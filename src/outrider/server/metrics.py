@@ -8,6 +8,7 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from outrider.engine.engine import Engine
+from outrider.engine.request import Progress
 from outrider.engine.watchdog import Counts, Watchdog, context_bucket
 from outrider.server.tally import Tally
 from outrider.server.task import Task
@@ -141,17 +142,18 @@ class Metrics:
     def generated(self, count: int) -> None:
         self._generated.add(count)
 
-    def drafted(self, num_drafted: int, num_accepted: int, context_len: int) -> None:
+    def drafted(self, progress: Progress) -> None:
         """One round of one sequence that had a draft."""
+        num_drafted, num_accepted = progress.num_drafted, progress.num_accepted
         self._drafts.add(1)
         self._draft_tokens.add(num_drafted)
         self._accepted.add(num_accepted)
-        self._accept_length.add(1 + num_accepted)
+        self._accept_length.add(progress.num_new)
         for position in range(num_drafted):
             self._drafted_at.add_to(str(position), 1)
         for position in range(num_accepted):
             self._accepted_at.add_to(str(position), 1)
-        context = context_bucket(context_len)
+        context = context_bucket(len(progress.request.tokens))
         self._drafts_by.add_to(context, 1)
         self._drafted_by.add_to(context, num_drafted)
         self._accepted_by.add_to(context, num_accepted)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.engine.request import Request
+from outrider.sampling_params import Speculation
 from outrider.server.log import log
 from outrider.server.protocol import Ending, Piece, Submit
 
@@ -51,8 +52,7 @@ class Task:
         return sum(request.num_outputs for request in self.requests)
 
     def log_end(self, outcome: str, seconds: float) -> None:
-        rounds = sum(request.rounds for request in self.requests)
-        accepted = sum(sum(request.accepted_at) for request in self.requests)
+        made = sum((request.speculation for request in self.requests), Speculation())
         log(
             "request",
             id=self.job_id,
@@ -62,10 +62,10 @@ class Task:
             completion_tokens=self.num_outputs,
             ttft=round(self.first_token - self.submitted, 4) if self.first_token is not None else None,
             seconds=round(seconds, 4),
-            rounds=rounds,
-            drafted=sum(sum(request.drafted_at) for request in self.requests),
-            accepted=accepted,
-            accept_length=round(1 + accepted / rounds, 3) if rounds else None,
+            rounds=made.rounds,
+            drafted=made.drafted,
+            accepted=made.accepted,
+            accept_length=round(made.accept_length, 3) if made.rounds else None,
         )
 
 
