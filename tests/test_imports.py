@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "outrider"
 LAYERS = [
     {"startup", "commands"},
     {"types", "config", "extras", "registry", "sampling_params", "outputs", "threads"},
-    {"template", "chat_template", "tokenizer", "prompts"},
+    {"template", "chat_template", "tokenizer", "prompts", "generation_config"},
     {"kernels"},
     {"layers"},
     {"models"},
