@@ -10,6 +10,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "outrider"
 # from the ground up; a module may import its own layer and those below
 LAYERS = [
     {"startup", "commands"},
+    {"compatibility"},
     {"types", "config", "extras", "registry", "sampling_params", "outputs", "threads"},
     {"template", "chat_template", "tokenizer", "prompts", "generation_config"},
     {"kernels"},

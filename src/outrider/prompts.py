@@ -15,6 +15,10 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 TAIL = 8  # tokens of a prompt on which the spelling of what follows may depend
 
 
+class ContextOverflowError(ValueError):
+    """A prompt that leaves no room for an answer."""
+
+
 class Prompts:
     """Of one model. `origin` is what errors call it."""
 
@@ -44,9 +48,9 @@ class Prompts:
     def check(self, ids: Sequence[int], name: str) -> None:
         """That a prompt's tokens are some, and that they leave room for an answer."""
         if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"{name} has {len(ids)} tokens; with at least one to generate, the context of {self.max_model_len} "
-                "is exceeded: shorten it, or raise max_model_len"
+            raise ContextOverflowError(
+                f"this model's maximum context length is {self.max_model_len} tokens, and {name} has {len(ids)}: with "
+                "at least one to generate, it is exceeded; shorten it, or raise max_model_len"
             )
         self.check_ids(ids, name)
 

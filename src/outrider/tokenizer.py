@@ -71,6 +71,11 @@ class Tokenizer:
         return cls(backend, special_tokens=special_tokens, templates=_read_templates(path, config), origin=str(path))
 
     @property
+    def special_tokens(self) -> dict[str, str]:
+        """As templates see them: "bos_token" -> "<s>"."""
+        return dict(self._special_tokens)
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._chat.sources)
 

@@ -78,6 +78,7 @@ class AssistantMessage(_Answer):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str = ""
+    reasoning: str = ""  # the same
     tool_calls: list[ToolCall] = []
 
 
@@ -108,15 +109,26 @@ class CompletionLogprobs(_Answer):
     text_offset: list[int]
 
 
+class PromptLogprob(_Answer):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class _Generated(_Answer):
     id: str
     created: int
     model: str
+    system_fingerprint: str
     usage: Usage
     metrics: AnswerMetrics | None
 
@@ -124,6 +136,7 @@ class _Generated(_Answer):
 class ChatAnswer(_Generated):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionAnswer(_Generated):
@@ -154,6 +167,18 @@ class ModelCard(_Answer):
 class ModelList(_Answer):
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class VersionAnswer(_Answer):
+    version: str
+
+
+class TokenizerInfo(_Answer):
+    vocab_size: int
+    model_max_length: int
+    special_tokens: dict[str, str]
+    chat_template: str | None
+    fingerprint: str  # the same for tokenizers whose ids mean the same tokens
 
 
 class HealthAnswer(_Answer):
