@@ -57,7 +57,7 @@ RESPONSE = Rules(
     works={},
     no_effect=[
         *_IDLE,
-        NoEffect(["include", "stream_options", "context_management"], "what there is to say is always said"),
+        NoEffect(["include", "context_management"], "what there is to say is always said"),
         NoEffect(["truncation"], "a conversation is never cut; see truncate_prompt_tokens"),
         NoEffect(["max_tool_calls"], "tools are yours: the server calls none"),
     ],

@@ -144,6 +144,46 @@ class CompletionAnswer(_Generated):
     choices: list[CompletionChoice]
 
 
+class InputDetails(_Answer):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(_Answer):
+    reasoning_tokens: int
+
+
+class ResponseUsage(_Answer):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class OutputItem(_Answer):
+    """A message, a function_call or reasoning."""
+
+    type: Literal["message", "function_call", "reasoning"]
+    id: str
+    status: Literal["completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"
+    content: list[dict[str, Any]] = []
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class ResponseAnswer(_Answer):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage
+
+
 class TokenizeAnswer(_Answer):
     count: int
     max_model_len: int

@@ -30,6 +30,7 @@ from outrider.server.answers import (
     DetokenizeAnswer,
     ModelCard,
     ModelList,
+    ResponseAnswer,
     TokenizeAnswer,
     add_security,
     described,
@@ -47,6 +48,8 @@ from outrider.server.invalid import invalid_request
 from outrider.server.parsers import ParserNames
 from outrider.server.playground import add_playground
 from outrider.server.request_id import RequestIds
+from outrider.server.responses import response_events, start_response, whole_response
+from outrider.server.responses_schema import ResponseRequest
 from outrider.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from outrider.server.security import OPEN_PATHS, Access, Guard
 from outrider.server.tally import CONTENT_TYPE
@@ -127,6 +130,14 @@ def _add_generation(app: FastAPI, service: Service, pace: float) -> None:
         if body.stream:
             return event_stream(completion_chunks(http, service, body, job), pace, lambda: service.engine.abort(job))
         return JSONResponse(await whole_completion(http, service, body, job))
+
+    @app.post("/v1/responses", responses=generated(ResponseAnswer))
+    async def responses(body: ResponseRequest, http: HttpRequest) -> Response:
+        made = await start_response(service, body, _tenant(http, body))
+        if body.stream:
+            events = response_events(http, service, made)
+            return event_stream(events, pace, lambda: service.engine.abort(made.job), named=True)
+        return JSONResponse(await whole_response(http, service, made))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

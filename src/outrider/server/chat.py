@@ -84,17 +84,17 @@ def _message(message: Message) -> dict[str, Any]:
 
 async def whole_chat(http: HttpRequest, service: Service, body: ChatRequest, job: Job) -> dict[str, Any]:
     outputs = await finished(http, service, job)
-    readers = _readers(service, body, job)
+    readers = readers_of(service, body, job)
     return {
         **_head(service, job, "chat.completion"),
         "choices": [_choice(service, body, output, readers[output.index]) for output in outputs],
-        "usage": _usage(job, sum(len(output.token_ids) for output in outputs), readers),
+        "usage": chat_usage(job, sum(len(output.token_ids) for output in outputs), readers),
         "metrics": metrics_of(speculations_of(outputs)),
         **prompt_logprobs_of(body, outputs[0]),
     }
 
 
-def _usage(job: Job, num_generated: int, readers: Sequence[MessageReader]) -> dict[str, Any]:
+def chat_usage(job: Job, num_generated: int, readers: Sequence[MessageReader]) -> dict[str, Any]:
     counted = usage(job, num_generated)
     if any(reader.reasons for reader in readers):
         num_reasoning = sum(reader.num_reasoning_tokens for reader in readers)
@@ -102,7 +102,7 @@ def _usage(job: Job, num_generated: int, readers: Sequence[MessageReader]) -> di
     return counted
 
 
-def _readers(service: Service, body: ChatRequest, job: Job) -> list[MessageReader]:
+def readers_of(service: Service, body: ChatRequest, job: Job) -> list[MessageReader]:
     reading = reading_of(service.tokenizer, service.parsers, body)
     return [MessageReader(service.tokenizer, reading, job.prompt_of(index)) for index in range(job.num_sequences)]
 
@@ -127,7 +127,7 @@ async def chat_chunks(
     head = _head(service, job, "chat.completion.chunk")
     options = body.stream_options
     num_generated, speculations = 0, []
-    readers = _readers(service, body, job)
+    readers = readers_of(service, body, job)
     first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
         for index in range(job.num_sequences):
@@ -140,12 +140,12 @@ async def chat_chunks(
             for number, choice in enumerate(choices, start=1):
                 chunk = {**head, "choices": [choice]}
                 if options is not None and options.continuous_usage_stats:
-                    chunk["usage"] = _usage(job, num_generated, readers)
+                    chunk["usage"] = chat_usage(job, num_generated, readers)
                 if len(speculations) == job.num_sequences and number == len(choices):
                     chunk["metrics"] = metrics_of(speculations)
                 yield chunk
     if options is not None and options.include_usage:
-        totals = {"usage": _usage(job, num_generated, readers), "metrics": metrics_of(speculations)}
+        totals = {"usage": chat_usage(job, num_generated, readers), "metrics": metrics_of(speculations)}
         yield {**head, "choices": [], **totals}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from outrider.compatibility import fields
 from outrider.compatibility.rules import Rules
@@ -18,6 +18,7 @@ from outrider.server.schema import (
     PredictedOutput,
     Text,
     Whole,
+    holds_image,
 )
 from outrider.server.schema_base import Lenient, Strict
 
@@ -42,7 +43,7 @@ class InputRefusal(Lenient):
 
 class InputImage(Lenient):
     type: Literal["input_image"]
-    image_url: Annotated[str, StringConstraints(max_length=2**26)]
+    image_url: Annotated[str, StringConstraints(max_length=2**26), AfterValidator(holds_image)]
 
     def part(self) -> dict[str, Any]:
         return {"type": "image_url", "image_url": {"url": self.image_url}}
@@ -142,7 +143,6 @@ class ResponseRequest(Generation):
     foreign: ClassVar[Rules] = fields.RESPONSE
 
     n: Literal[1] = 1
-    stream_options: dict[str, Any] | None = None
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: Text | None = None
     max_output_tokens: Annotated[Whole, Field(ge=1, le=2**31)] | None = None

@@ -177,7 +177,7 @@ class Generation(Strict):
         return self
 
 
-def _holds_image(url: str) -> str:
+def holds_image(url: str) -> str:
     if not url.startswith("data:"):
         raise ValueError("an image must come as a data: URL; nothing is fetched, and no file of the server is read")
     return url
@@ -186,7 +186,7 @@ def _holds_image(url: str) -> str:
 class ImageUrl(Lenient):
     """The image itself: nothing is fetched, and no file of the server is read."""
 
-    url: Annotated[str, StringConstraints(max_length=2**26), AfterValidator(_holds_image)]
+    url: Annotated[str, StringConstraints(max_length=2**26), AfterValidator(holds_image)]
 
 
 class ImagePart(Lenient):
