@@ -5,33 +5,65 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from outrider.async_llm import AsyncLLM
     from outrider.config import EngineConfig, SpeculativeConfig, WatchdogConfig
+    from outrider.inputs import PromptType, TextPrompt, TokensPrompt
     from outrider.llm import LLM
-    from outrider.outputs import CompletionOutput, RequestOutput
-    from outrider.sampling_params import Guided, SamplingParams, Speculation
+    from outrider.llm_arguments import AsyncEngineArgs, EngineArgs
+    from outrider.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from outrider.sampling_params import (
+        BeamSearchParams,
+        Guided,
+        RequestOutputKind,
+        SamplingParams,
+        Speculation,
+        StructuredOutputsParams,
+    )
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
+    "EngineArgs",
     "EngineConfig",
     "Guided",
+    "Logprob",
+    "PromptType",
+    "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "Speculation",
     "SpeculativeConfig",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "WatchdogConfig",
 ]
 __version__ = "0.1.0"
 
 _MODULES = {
-    "LLM": "llm",
+    "AsyncEngineArgs": "llm_arguments",
+    "AsyncLLM": "async_llm",
+    "BeamSearchParams": "sampling_params",
     "CompletionOutput": "outputs",
+    "EngineArgs": "llm_arguments",
     "EngineConfig": "config",
     "Guided": "sampling_params",
+    "LLM": "llm",
+    "Logprob": "outputs",
+    "PromptType": "inputs",
+    "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
     "Speculation": "sampling_params",
     "SpeculativeConfig": "config",
+    "StructuredOutputsParams": "sampling_params",
+    "TextPrompt": "inputs",
+    "TokensPrompt": "inputs",
     "WatchdogConfig": "config",
 }
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from outrider.compatibility.llm import SPECULATIVE
+
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -44,6 +46,9 @@ class SpeculativeConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculativeConfig:
         known = {item.name for item in fields(cls)}
+        foreign = values.keys() & set(SPECULATIVE.names()) - known
+        SPECULATIVE.settle({name: values[name] for name in sorted(foreign)}, "speculative_config")
+        values = {name: value for name, value in values.items() if name not in foreign}
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(
@@ -179,6 +184,8 @@ class EngineConfig:
     enforce_eager: bool = False  # no CUDA graphs
     exact: bool = False  # on a GPU too, no token depends on what else is computed with it, to the last bit
     threads: int | None = None  # of the CPU, for the whole process; None: as many as the machine has to spare
+    tokenizer: str | Path | None = None  # None: the one that comes with the model
+    skip_tokenizer_init: bool = False  # without any: prompts and answers are token ids
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_predicted_tokens <= 1024:

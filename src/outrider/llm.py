@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import secrets
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from outrider.agreement import Checkup, check_up
 from outrider.chat_template import ChatOptions, Messages
+from outrider.compatibility.llm import CALLS, METHODS
 from outrider.config import EngineConfig, WatchdogConfig, batch_limits
 from outrider.drafters.base import Drafter
 from outrider.engine.checkpoint import open_checkpoint
@@ -21,12 +25,17 @@ from outrider.engine.grammar import Guide
 from outrider.engine.loader import Progress
 from outrider.engine.request import Request, TextStream
 from outrider.engine.shared import SharedEngine
+from outrider.llm_arguments import EngineArgs, Named, dtype_name, length_of, settle, template_text
+from outrider.metrics import Figures, Metric
 from outrider.models.base import Target
+from outrider.offline import Defaults, UseTqdm, as_list, metrics_of, of_kind, params_for, shown_progress, tokenized
 from outrider.outputs import RequestOutput
+from outrider.outputs import total_speculation as total_speculation  # found here by many
 from outrider.pair import AUTO, Speculative, named_pair, open_pair
-from outrider.prompts import Prompt, Prompts
-from outrider.sampling_params import SamplingParams, Speculation
+from outrider.prompts import Prompt, Prompts, salted
+from outrider.sampling_params import SamplingParams
 from outrider.startup import CHECKING, StartupTimes
+from outrider.tokenizer import Tokenizer
 from outrider.types import Images, Prediction
 from outrider.vision import VisionTower, prompt_with_images, vision_of
 
@@ -41,15 +50,21 @@ class LLM:
         model: str | Path | None = None,
         speculative_config: Speculative = AUTO,
         *,
-        dtype: str = "auto",
+        tokenizer: str | Path | None = None,
+        skip_tokenizer_init: bool = False,
+        chat_template: str | Path | None = None,
+        generation_config: str | Path = AUTO,
+        override_generation_config: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        dtype: str | torch.dtype = "auto",
         device: str = "auto",
-        max_model_len: int | None = None,
+        max_model_len: int | str | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         page_size: int = 16,
         kv_cache_memory: int | None = None,
         gpu_memory_utilization: float = 0.9,
-        enable_prefix_caching: bool = True,
+        enable_prefix_caching: bool | None = True,
         num_snapshots: int | None = None,
         snapshot_interval: int = 256,
         num_predicted_tokens: int = 16,
@@ -58,15 +73,23 @@ class LLM:
         exact: bool = False,
         threads: int | None = None,
         progress: Progress | None = None,
+        **others: Any,
     ) -> None:
-        target, speculative = named_pair(model, speculative_config)
+        """Whatever else vLLM's LLM takes works too, or has no effect, or is refused with a reason:
+        docs/compatibility.md says which."""
+        named, settings = settle(Named(model, tokenizer, speculative_config), others, LLM)
+        target, speculative = named_pair(named.model, named.speculative)
+        self._chat_template = template_text(chat_template)
+        self._defaults = Defaults(generation_config, override_generation_config or {})
         limits = batch_limits(device)
-        self.config = EngineConfig(
+        chosen = EngineConfig(
             model=target,
             speculative=speculative,
-            dtype=dtype,
+            tokenizer=named.tokenizer,
+            skip_tokenizer_init=skip_tokenizer_init,
+            dtype=dtype_name(dtype),
             device=device,
-            max_model_len=max_model_len,
+            max_model_len=length_of(max_model_len),
             max_num_seqs=limits.max_num_seqs if max_num_seqs is None else max_num_seqs,
             max_num_batched_tokens=(
                 limits.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
@@ -74,7 +97,7 @@ class LLM:
             page_size=page_size,
             kv_cache_memory=kv_cache_memory,
             gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
+            enable_prefix_caching=enable_prefix_caching is not False,
             num_snapshots=num_snapshots,
             snapshot_interval=snapshot_interval,
             num_predicted_tokens=num_predicted_tokens,
@@ -83,6 +106,7 @@ class LLM:
             exact=exact,
             threads=threads,
         )
+        self.config = replace(chosen, **settings)
         self.startup = StartupTimes()
         self.engine, self.budget = open_pair(self.config, progress, self.startup)
         self.tokenizer = self.engine.tokenizer
@@ -90,6 +114,8 @@ class LLM:
         self._shared = SharedEngine(self.engine, self.config.torch_device)
         self._preparing = threading.Lock()  # grammars are compiled one at a time, and the vision tower is loaded once
         self._ids = itertools.count()
+        self._figures = Figures(str(target))
+        self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
         self._tower: VisionTower | None = None  # loaded with the first image
         with self.startup.timed("check-up"):
             self.checkup = self._check_up(progress)
@@ -99,6 +125,15 @@ class LLM:
         """From a configuration that names everything, as commands have it."""
         settings = {name: value for name, value in vars(config).items() if name not in ("model", "speculative")}
         return cls(config.model, config.speculative, **settings, progress=progress)
+
+    @classmethod
+    def from_engine_args(cls, arguments: EngineArgs) -> LLM:
+        return cls(**vars(arguments))
+
+    def __getattr__(self, name: str) -> Any:
+        """Called by Python for what there is not; some of it, users of vLLM look for."""
+        reason = f" ({METHODS[name]})" if name in METHODS else ""
+        raise AttributeError(f"LLM has no attribute {name!r}{reason}")
 
     # the drafter
 
@@ -155,6 +190,28 @@ class LLM:
     def max_model_len(self) -> int:
         return self.engine.max_model_len
 
+    def get_tokenizer(self) -> Tokenizer:
+        return self.prompts.tokenizer_for("get_tokenizer()")
+
+    def get_metrics(self) -> list[Metric]:
+        """Figures of the requests that have ended, and of the cache, in vLLM's names."""
+        return self._shared.read(lambda: self._figures.metrics(self.engine))
+
+    def reset_prefix_cache(self) -> bool:
+        """What earlier prompts have left in the cache is not found again."""
+        pool = self.engine.scheduler.pool
+        with self._shared.between_steps():
+            pool.forget(range(1, pool.num_pages))
+        return True
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without params get: what the model's authors advise, in generation_config.json."""
+        return self._default_params.clone()
+
+    @cached_property
+    def _default_params(self) -> SamplingParams:
+        return self._defaults.params(self.config.model)
+
     # generating
 
     def generate(
@@ -162,14 +219,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: UseTqdm = False,
         on_step: Callable[[int, int], None] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """One output per prompt, in order. `on_step(finished, total)` is called as it goes on."""
-        listed = _as_list(prompts)
-        params = _params_for(listed, sampling_params)
+        """One output per prompt, in order. `on_step(finished, total)` is called as it goes on. Without params, the
+        model's own defaults hold."""
+        listed = tokenized(as_list(prompts), CALLS.settle(others, "generate()"))
+        params = params_for(len(listed), sampling_params or self.get_default_sampling_params())
         pairs = enumerate(zip(listed, params, strict=True))
         groups = [self.requests_for(prompt, each, number) for number, (prompt, each) in pairs]
-        self._run([request for group in groups for request in group], on_step)
+        with shown_progress(use_tqdm, on_step) as on_step:
+            self._run([request for group in groups for request in group], on_step)
         return [self._output(prompt, group) for prompt, group in zip(listed, groups, strict=True)]
 
     def chat(
@@ -177,29 +238,39 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: UseTqdm = False,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """The answer to a conversation, or to each of several. See ChatOptions for the options."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
         options = ChatOptions(
-            tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs or {}
+            tools,
+            chat_template or self._chat_template,
+            add_generation_prompt,
+            continue_final_message,
+            chat_template_kwargs or {},
         )
         conversations = list(messages) if several else [messages]
         prompts: list[Prompt] = [self.chat_prompt(each, options) for each in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **others)
 
     def chat_prompt(self, messages: Messages, options: ChatOptions | None = None) -> dict[str, Any]:
         """A conversation as a prompt, through the checkpoint's chat template."""
-        return self.prompts.of_chat(messages, options)
+        return self.prompts.of_chat(messages, options or ChatOptions(chat_template=self._chat_template))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yields the growing output after every step. Leaving the loop early aborts the request."""
-        params = sampling_params or SamplingParams()
+        """Yields the growing output after every step, or what output_kind says. Leaving the loop early aborts the
+        request."""
+        params = sampling_params or self.get_default_sampling_params()
         requests = self.requests_for(prompt, params, 0)
+        yield from of_kind(self._stream(prompt, requests), params.output_kind)
+
+    def _stream(self, prompt: Prompt, requests: list[Request]) -> Iterator[RequestOutput]:
         num_seen = 0
 
         def news() -> RequestOutput | None:
@@ -207,7 +278,7 @@ class LLM:
             ended = all(request.finished for request in requests)
             return self._output(prompt, requests) if grown or ended else None
 
-        with self._shared.running(requests):
+        with self._running(requests):
             while True:
                 self._shared.step()
                 output = self._shared.read(news)
@@ -226,12 +297,20 @@ class LLM:
     def _run(self, requests: list[Request], on_step: Callable[[int, int], None] | None) -> None:
         """Until all of them have finished. Nothing of them changes after that, so they may be read freely."""
         num_finished = 0
-        with self._shared.running(requests):
+        with self._running(requests):
             while num_finished < len(requests):
                 self._shared.step()
                 num_finished = self._shared.read(lambda: sum(request.finished for request in requests))
                 if on_step is not None:
                     on_step(num_finished, len(requests))
+
+    @contextmanager
+    def _running(self, requests: list[Request]) -> Iterator[None]:
+        try:
+            with self._shared.running(requests):
+                yield
+        finally:
+            self._figures.add(requests)
 
     def requests_for(self, prompt: Prompt, params: SamplingParams, number: int) -> list[Request]:
         """The requests of one prompt (n of them), checked before anything runs."""
@@ -239,11 +318,11 @@ class LLM:
         name = f"prompt {number}"
         ids, images = self._take_in(prompt, name)
         self.prompts.check(ids, name)
-        return self.make_requests(ids, self.prompts.settled(params, ids), images)
+        return self.make_requests(ids, self.prompts.settled(salted(params, prompt), ids), images)
 
     def make_requests(self, ids: list[int], params: SamplingParams, images: Images | None = None) -> list[Request]:
         """n requests for a prompt and for options that have been checked, and hold tokens instead of text."""
-        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        seed = self.seed_of(params)
         request_id = f"request-{next(self._ids)}"
         requests = [self._request(f"{request_id}-{index}", ids, params, seed + index) for index in range(params.n)]
         predicted = self._predicted(params)
@@ -255,6 +334,10 @@ class LLM:
                 request.unsplit = images.spans if vision_of(self.target).unsplit else ()
         return requests
 
+    def seed_of(self, params: SamplingParams) -> int:
+        """The one that was asked for, or the next of this LLM's own."""
+        return params.seed if params.seed is not None else self._seeds.getrandbits(62)
+
     def _request(self, request_id: str, ids: list[int], params: SamplingParams, seed: int) -> Request:
         tokenizer = self.tokenizer
         return Request(
@@ -263,7 +346,7 @@ class LLM:
             params=params,
             seed=_wrap(seed),
             end_ids=frozenset() if params.ignore_eos else self.end_ids,
-            text=TextStream(tokenizer, ids, params) if tokenizer is not None else None,
+            text=TextStream(tokenizer, ids, params) if tokenizer is not None and params.detokenize else None,
             bad_words=[list(map(int, word)) for word in params.bad_words],
             guide=self._guide(params, ids) if params.guided is not None else None,
         )
@@ -327,34 +410,8 @@ class LLM:
             prompt_logprobs=list(first.prompt_logprobs) if first.params.prompt_logprobs is not None else None,
             num_cached_tokens=first.num_cached,
             finished=all(request.finished for request in requests),
+            metrics=metrics_of(requests),
         )
-
-
-def total_speculation(outputs: Sequence[RequestOutput]) -> Speculation:
-    total = Speculation()
-    for output in outputs:
-        for completion in output.outputs:
-            total += completion.speculation
-    return total
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [listed]  # type: ignore[list-item]  # one prompt of token ids
-    return listed  # type: ignore[return-value]
-
-
-def _params_for(
-    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts but {len(params)} SamplingParams: give one, or one for each")
-    return list(params)
 
 
 def _wrap(seed: int) -> int:

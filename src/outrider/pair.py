@@ -27,6 +27,7 @@ from outrider.engine.loader import (
     load_weights,
 )
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
+from outrider.hub import TOKENIZER_PATTERNS, located
 from outrider.layers.exact import make_exact
 from outrider.layers.packing import held_bytes, pack_weights, share_blocks
 from outrider.models.base import Target
@@ -126,7 +127,7 @@ def open_pair(
                     drafter_checkpoint = checkpoint
                 drafter = build_drafter(config.speculative, target, drafter_checkpoint)
         with startup.timed("models"):
-            tokenizer = load_tokenizer(checkpoint)
+            tokenizer = tokenizer_of(config, checkpoint)
         if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:
             _check_tokenizers(tokenizer, load_tokenizer(drafter_checkpoint))
         loaded: list[tuple[Target | Drafter, Checkpoint]] = [(target, checkpoint)]
@@ -150,6 +151,20 @@ def open_pair(
         checkpoint.close()
         if drafter_checkpoint is not None:
             drafter_checkpoint.close()
+
+
+def tokenizer_of(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    """The one that was asked for, or the one that the target comes with."""
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is None:
+        return load_tokenizer(checkpoint)
+    found = Tokenizer.from_directory(located(config.tokenizer, patterns=TOKENIZER_PATTERNS))
+    if found is None:
+        raise ValueError(
+            f"{config.tokenizer} holds no tokenizer.json: give the directory or the hub id of one that does"
+        )
+    return found
 
 
 def _load(loaded: Sequence[tuple[Target | Drafter, Checkpoint]], progress: Progress | None) -> None:

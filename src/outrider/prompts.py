@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from outrider.chat_template import ChatOptions, Messages, pictures_of
+from outrider.compatibility.llm import PROMPT
 from outrider.sampling_params import SamplingParams
 from outrider.tokenizer import Tokenizer
 
@@ -38,10 +39,13 @@ class Prompts:
     def ids(self, prompt: Prompt, name: str) -> list[int]:
         """The tokens of a prompt without images, not yet checked."""
         if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return list(prompt["prompt_token_ids"])
-            if "prompt" not in prompt:
+            if not prompt.keys() & {"prompt", "prompt_token_ids"}:
                 raise ValueError(f'{name} is a mapping without "prompt" or "prompt_token_ids": {sorted(prompt)}')
+            PROMPT.settle(prompt, name)
+            if prompt.get("prompt_token_ids") is not None:
+                return list(prompt["prompt_token_ids"])
+            if isinstance(prompt["prompt"], str) and not prompt.get("add_special_tokens", True):
+                return self.tokenizer_for(name).encode(prompt["prompt"], add_special_tokens=False)
             return self.ids(prompt["prompt"], name)
         return self.tokenizer_for(name).encode(prompt) if isinstance(prompt, str) else list(prompt)
 
@@ -64,7 +68,11 @@ class Prompts:
                 raise ValueError(f"{name} holds {token!r}, which is no token id: ids are 0..{self.vocab_size - 1}")
 
     def settled(self, params: SamplingParams, ids: Sequence[int]) -> SamplingParams:
-        """What a request asks for after this prompt, checked, with everything that was given as text in tokens."""
+        """What a request asks for after this prompt, checked, with everything that was given as text in tokens. A copy:
+        whoever gave the params may change them."""
+        params = params.clone()
+        if params.structured_outputs is not None:
+            params = replace(params, guided=params.structured_outputs.guided(), structured_outputs=None)
         if params.stop_strings:
             self.tokenizer_for("a stop string")
         given = [*(params.logit_bias or {}), *(params.allowed_token_ids or []), *params.stop_token_ids]
@@ -101,6 +109,12 @@ class Prompts:
         if self.tokenizer is None:
             raise ValueError(f"{what} needs a tokenizer, and {self._origin} has none: give prompt_token_ids instead")
         return self.tokenizer
+
+
+def salted(params: SamplingParams, prompt: Prompt) -> SamplingParams:
+    """A prompt's salt is whose cache and drafts it shares, where the params name nobody."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    return params if salt is None or params.tenant is not None else replace(params, tenant=salt)
 
 
 def tokens_after(prompt: Sequence[int], text: str, tokenizer: Tokenizer) -> list[int]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, replace
+from enum import Enum
 from typing import Any
+
+from outrider.compatibility.rules import accepting
+from outrider.compatibility.sampling import SAMPLING, STRUCTURED
 
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
@@ -64,8 +69,69 @@ class Guided:
         return [name for name in kinds if getattr(self, name) is not None] + flags
 
 
-@dataclass(frozen=True)
+@accepting(STRUCTURED)
+@dataclass
+class StructuredOutputsParams:
+    """What an answer must look like, in vLLM's names: exactly one of the first six."""
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Mapping[str, Any] | str | None = None
+    disable_additional_properties: bool = False  # they are left out in any case
+
+    def __post_init__(self) -> None:
+        self.guided()
+
+    def guided(self) -> Guided:
+        """The same in our names, checked."""
+        return Guided(
+            json_schema=self.json,
+            json_object=bool(self.json_object),
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+            structural_tag=_tag(self.structural_tag),
+        )
+
+
+def _tag(given: Mapping[str, Any] | str | None) -> Mapping[str, Any] | None:
+    """A structural tag's format. As text or not, xgrammar's own form has a frame around it."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"structural_tag is not valid JSON ({error}); correct it") from error
+    is_framed = isinstance(given, Mapping) and given.get("type") == "structural_tag" and "format" in given
+    return given["format"] if isinstance(given, Mapping) and is_framed else given  # type: ignore[return-value]
+
+
+GuidedDecodingParams = StructuredOutputsParams  # what vLLM called it before
+
+
+class BeamSearchParams:
+    """vLLM has a beam search; here it is refused by name."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ValueError("there is no beam search: use SamplingParams with n and a temperature, and choose")
+
+
+class RequestOutputKind(Enum):
+    """What a stream brings each time: all there is, or what is new; or nothing before the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@accepting(SAMPLING)
+@dataclass
 class SamplingParams:
+    """A request goes by what its params say when it is made; changing them later changes later requests. Where None has
+    no meaning of its own, it is the default."""
+
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
@@ -86,18 +152,19 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     shown_special_ids: Sequence[int] = ()  # those are text all the same, as markers of tool calls are
+    detokenize: bool = True  # otherwise there is no text, and no stop string is found
     guided: Guided | None = None  # what the answer must look like; has the last word over the options above
+    structured_outputs: StructuredOutputsParams | None = None  # the same in vLLM's names
     logprobs: int | None = None  # the target's own, before any option; 0: the chosen token's alone
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None  # at most the engine's; 0: no speculation for this request
     prediction: str | Sequence[int] | None = None  # what the answer will be like, as text or token ids: is the draft
     tenant: str | None = None  # drafts learn from earlier requests of the same tenant only
     trace: bool = False  # keep every round's draft and how much of it was accepted
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of a stream
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        self._fill_in()
         for name, low, high in _RANGES:
             _check_range(name, getattr(self, name), low, high)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -106,6 +173,12 @@ class SamplingParams:
             )
         if not isinstance(self.guided, Guided | None):
             raise ValueError(f"guided must be a Guided, not {self.guided!r}")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise ValueError(f"structured_outputs must be a StructuredOutputsParams, not {self.structured_outputs!r}")
+        if self.guided is not None and self.structured_outputs is not None:
+            raise ValueError("guided and structured_outputs say the same thing twice: give one of them")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}")
         if self.prediction is not None:
             _check_prediction(self.prediction)
         if not isinstance(self.tenant, str | None):
@@ -121,9 +194,42 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _check_range(f"logit_bias[{token}]", bias, -1e4, 1e4)
 
+    def _fill_in(self) -> None:
+        """None becomes the default; lists become its own."""
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop)
+        self.stop_token_ids, self.bad_words = list(self.stop_token_ids), list(self.bad_words)
+        if self.logit_bias is not None:
+            self.logit_bias = {
+                int(token) if isinstance(token, str) else token: bias for token, bias in self.logit_bias.items()
+            }
+        if self.seed == -1:  # vLLM's way to say None
+            self.seed = None
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                setattr(self, name, 1)
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """The same as the class itself, which takes None for everything; vLLM's does not."""
+        return cls(**given)
+
+    def clone(self) -> SamplingParams:
+        """As they are now, checked again: anything may have been set."""
+        return replace(self)
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return tuple(self.stop)
+
+
+_DEFAULTS = {
+    each.name: each.default
+    for each in fields(SamplingParams)
+    if each.default not in (None, MISSING) and each.name != "max_tokens"
+}
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (

@@ -129,6 +129,22 @@ class Tokenizer:
         """The prompt for a conversation. It holds its own special tokens: encode it with add_special_tokens=False."""
         return self._chat.render(messages, options or ChatOptions())
 
+    def apply_chat_template(
+        self,
+        conversation: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **template_kwargs: Any,
+    ) -> str | list[int]:
+        """chat() in the names and with the defaults of transformers: token ids, or text."""
+        options = ChatOptions(tools, chat_template, add_generation_prompt, continue_final_message, template_kwargs)
+        text = self.chat(conversation, options)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
     def fingerprint(self) -> str:
         """The same for two tokenizers whose ids mean the same tokens."""
         return self._fingerprint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -105,6 +106,10 @@ class Request:
     num_predicted: int = 0  # draft tokens from the prediction
     num_predicted_accepted: int = 0
     error: str | None = None
+    # when, by time.monotonic()
+    arrived_at: float = field(default_factory=time.monotonic)
+    first_token_at: float | None = None
+    ended_at: float | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -168,6 +173,8 @@ class Request:
         """Commits one token and decides whether the request ends with it."""
         fits = self.guide is None or self.guide.accept(token)
         self.tokens.append(token)
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
         self.draft_positions.append(draft_position)
         may_stop = self.num_outputs >= self.params.min_tokens
         stop = self._add_text(token, may_stop)
@@ -197,7 +204,7 @@ class Request:
         return self.text.add(token, may_stop=may_stop and not ends)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        self.status = Status.FINISHED
+        self.status, self.ended_at = Status.FINISHED, time.monotonic()
         self.finish_reason, self.stop_reason = reason, stop_reason
         if self.text is not None and not isinstance(stop_reason, str):
             self.text.finish()

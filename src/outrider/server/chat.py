@@ -181,7 +181,7 @@ def chat_logprobs(
 
 def _logprob(tokenizer: Tokenizer | None, token: int, found: Logprob) -> dict[str, Any]:
     spelt = list(tokenizer.token_bytes(token)) if tokenizer is not None else None
-    return {"token": found.decoded, "logprob": max(found.logprob, MIN_LOGPROB), "bytes": spelt}
+    return {"token": found.decoded_token, "logprob": max(found.logprob, MIN_LOGPROB), "bytes": spelt}
 
 
 def _head(service: Service, job: Job, kind: str) -> dict[str, Any]:

@@ -166,9 +166,11 @@ def _logprobs(
         return None
     chosen = [row[token] for token, row in zip(token_ids, rows, strict=True)]
     return {
-        "tokens": [found.decoded for found in chosen],
+        "tokens": [found.decoded_token for found in chosen],
         "token_logprobs": [max(found.logprob, MIN_LOGPROB) for found in chosen],
-        "top_logprobs": [{found.decoded: max(found.logprob, MIN_LOGPROB) for found in row.values()} for row in rows],
+        "top_logprobs": [
+            {found.decoded_token: max(found.logprob, MIN_LOGPROB) for found in row.values()} for row in rows
+        ],
         "text_offset": list(offsets[: len(chosen)]),
     }
 

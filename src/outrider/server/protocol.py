@@ -193,7 +193,7 @@ class Died:
 
 
 def _packed_row(row: dict[int, Logprob]) -> WireRow:
-    return {token: (each.logprob, each.rank, each.decoded) for token, each in row.items()}
+    return {token: (each.logprob, each.rank, each.decoded_token) for token, each in row.items()}
 
 
 def _row(row: WireRow) -> dict[int, Logprob]:
