@@ -84,6 +84,10 @@ class Tokenizer:
         sources = self._chat.sources
         return sources.get("tool_use" if tools and "tool_use" in sources else "default")
 
+    def use_template(self, source: str) -> None:
+        """Instead of those that it came with."""
+        self._chat = ChatTemplates({"default": source}, self._special_tokens, self._chat.origin)
+
     def special_id(self, text: str) -> int | None:
         """The special token that is written so."""
         id = self._backend.token_to_id(text)

@@ -283,7 +283,11 @@ def prompt_logprobs_of(body: Generation, made: Piece) -> dict[str, Any]:
 
 def _described(row: Mapping[int, Logprob]) -> dict[str, dict[str, Any]]:
     return {
-        str(token): {"logprob": max(found.logprob, MIN_LOGPROB), "rank": found.rank, "decoded_token": found.decoded}
+        str(token): {
+            "logprob": max(found.logprob, MIN_LOGPROB),
+            "rank": found.rank,
+            "decoded_token": found.decoded_token,
+        }
         for token, found in row.items()
     }
 
