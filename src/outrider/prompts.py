@@ -53,8 +53,8 @@ class Prompts:
         """That a prompt's tokens are some, and that they leave room for an answer."""
         if len(ids) >= self.max_model_len:
             raise ContextOverflowError(
-                f"this model's maximum context length is {self.max_model_len} tokens, and {name} has {len(ids)}: with "
-                "at least one to generate, it is exceeded; shorten it, or raise max_model_len"
+                f"{name} has {len(ids)} tokens; this model's maximum context length is {self.max_model_len} tokens, of "
+                "which one is left for the answer at least: shorten it, or raise max_model_len"
             )
         self.check_ids(ids, name)
 
