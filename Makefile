@@ -39,7 +39,7 @@ wheel: .venv/tested
 # clients of other people, in an environment of their own: every version is named, and they do not agree on all
 .venv/clients/installed: .venv/bin/pip tests/clients/requirements.txt
 	$(PYTHON) -m venv .venv/clients
-	.venv/clients/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement tests/clients/requirements.txt
+	.venv/clients/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement tests/clients/requirements.txt
 	touch $@
 
 clean:

@@ -93,7 +93,8 @@ def _flag(name: str) -> str:
 
 
 def _flags(names: Iterable[str]) -> list[str]:
-    return [flag for flag in map(_flag, names) if flag not in OWN and flag not in _SERVERS]
+    found = [_flag(name) for name in names if not name.startswith("_")]
+    return [flag for flag in found if flag not in OWN and flag not in _SERVERS]
 
 
 _SERVERS = {"--trust-remote-code", "--skip-tokenizer-init", "--max-logprobs", "--disable-log-requests"}
@@ -142,6 +143,7 @@ SERVE = Rules(
         Refused({"--lora-modules": (), "--prompt-adapters": ()}, "adapters are not supported: merge them"),
         Refused({"--api-server-count": (1,), "--headless": (False,)}, "a server is one front and one engine"),
         Refused({"--uds": ()}, "give --host and --port"),
+        Refused({"--calculate-kv-scales": (False,)}, "keys and values are kept as they are computed"),
         Refused(
             {"--ssl-ca-certs": (), "--ssl-cert-reqs": (0,), "--ssl-ciphers": (), "--enable-ssl-refresh": (False,)},
             _PROXY,

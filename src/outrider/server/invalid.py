@@ -15,7 +15,7 @@ def invalid_request(errors: Sequence[dict[str, Any]], body: Any) -> ApiError:
     """Of several ways in which a part may be written, the one that the client came closest to is told."""
     first = errors[0]
     if first["type"] == FOREIGN:
-        return bad_request(first["msg"], clean(first["ctx"]["fields"][0]))
+        return bad_request(first["msg"], first["ctx"]["param"])
     begin = _place(first, body)[:1]
     alike = [error for error in errors if _place(error, body)[:1] == begin]
     chosen = max(alike, key=lambda error: len(_place(error, body)))  # the first of the deepest

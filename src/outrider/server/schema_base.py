@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from outrider.compatibility.rules import Rules
 
-MAX_FOREIGN = 8  # fields that are named in an error
+MAX_FOREIGN = 8  # unknown fields that are named in an error
 FOREIGN = "foreign_fields"  # the type of that error
 
 
@@ -62,12 +62,26 @@ def settle_fields(model: type[BaseModel], rules: Rules, given: Any) -> Any:
         return given
     own = own_names(model)
     others = [name for name in given if name not in own]
-    asked = {_written(name): given[name] for name in others[:MAX_FOREIGN]}
+    if not others:
+        return given
+    known = set(rules.names())
+    unknown = [name for name in others if name not in known][:MAX_FOREIGN]
+    asked = {_written(name): given[name] for name in others if name in known or name in unknown}
     try:
         rules.settle(asked, "a request", own)
     except RecursionError:
-        raise PydanticCustomError(FOREIGN, "the request is nested too deeply", {"fields": list(asked)}) from None
+        told = {"message": "the request is nested too deeply", "param": next(iter(asked))}
+        raise PydanticCustomError(FOREIGN, "{message}", told) from None
     except ValueError as error:
-        raise PydanticCustomError(FOREIGN, "{message}", {"message": str(error), "fields": list(asked)}) from None
-    left = others[MAX_FOREIGN:]
-    return {name: value for name, value in given.items() if name in own or name in left}
+        told = {"message": str(error), "param": _first_refused(rules, asked)}
+        raise PydanticCustomError(FOREIGN, "{message}", told) from None
+    return {name: value for name, value in given.items() if name in own}
+
+
+def _first_refused(rules: Rules, asked: dict[str, Any]) -> str:
+    for name, value in asked.items():
+        try:
+            rules.settle({name: value}, "a request")
+        except ValueError:
+            return name
+    raise AssertionError("what was refused together is refused alone")
