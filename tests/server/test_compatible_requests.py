@@ -12,14 +12,20 @@ from running import Running, Serve
 from outrider import LLM
 from outrider.compatibility.fields import CHAT, COMPLETION, RESPONSE
 from outrider.compatibility.rules import Rules
+from outrider.compatibility.table import replaced
 from outrider.server.app import Application
 from outrider.server.chat import messages_of
+from outrider.server.compatibility import NOTES, ROUTES
+from outrider.server.compatibility import server as server_part
 from outrider.server.defaults import Defaults, chosen_defaults
 from outrider.server.engine_client import EngineClient, Limits
 from outrider.server.engine_host import ThreadHost
 from outrider.server.responses_schema import ResponseRequest
 from outrider.server.schema import ChatRequest, CompletionRequest, Message
+from outrider.server.schema_base import own_names
 from outrider.server.security import access_for
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 ASKED = [{"role": "user", "content": "Tell me about walking."}]
 CHAT_BODY: dict[str, Any] = {"messages": ASKED, "max_tokens": 6, "temperature": 0}
@@ -313,3 +319,13 @@ def test_a_server_with_a_seed_says_the_same_after_every_start(serve: Serve) -> N
             runs.append([said(running, **body) for _ in range(2)])
     assert runs[0] == runs[1]
     assert runs[0][0] != runs[0][1]  # each request has a seed of its own
+
+
+def test_the_document_says_what_the_server_does(running: Running) -> None:
+    text = DOCUMENT.read_text()
+    assert replaced(text, "server", server_part()) == text, "run scripts/make_compatibility.py"
+    paths = running.get("/openapi.json").json()["paths"]
+    routes = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    assert set(ROUTES) <= routes
+    known = {name for model in (ChatRequest, CompletionRequest, ResponseRequest) for name in own_names(model)}
+    assert set(NOTES) <= known

@@ -28,6 +28,7 @@ _MISSING = [
     Refused({"thinking_token_budget": ()}, "reasoning has no budget of its own: use max_tokens"),
 ]
 
+EVERY = Rules(works={}, no_effect=_IDLE, refused=_MISSING)
 CHAT = Rules(
     works={},
     no_effect=_IDLE,

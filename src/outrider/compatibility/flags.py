@@ -135,7 +135,10 @@ SERVE = Rules(
     refused=[
         Refused({"--trust-remote-code": (False,)}, _NO_CODE),
         Refused({"--skip-tokenizer-init": (False,)}, "a server answers in text: use LLM(skip_tokenizer_init=True)"),
-        Refused({"--max-logprobs": tuple(range(101))}, "100 are the most that a request may ask for"),
+        Refused(
+            {"--max-logprobs": lambda given: isinstance(given, int) and given <= 100},
+            "100 are the most that a request may ask for",
+        ),
         Refused({"--return-tokens-as-token-ids": (False,)}, "return_token_ids in a request gives the tokens"),
         Refused({"--trust-request-chat-template": (False,)}, "a template is code: give it with --chat-template"),
         Refused({"--chat-template-content-format": ("auto", "string", "openai")}, "templates get text, or parts"),

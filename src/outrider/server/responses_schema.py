@@ -156,6 +156,13 @@ class ResponseRequest(Generation):
     store: bool | None = None
     prediction: PredictedOutput | None = None
 
+    @model_validator(mode="after")
+    def _check_extras(self) -> ResponseRequest:
+        asked = [name for name in ("return_token_ids", "return_drafts", "prompt_logprobs") if getattr(self, name)]
+        if asked:
+            raise ValueError(f"{asked[0]} has no place in a response: ask /v1/chat/completions")
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _name_types(cls, given: Any) -> Any:
