@@ -61,7 +61,7 @@ def add_extra_routes(app: FastAPI, service: Service) -> None:
     async def ping() -> Response:
         return answer_ping()
 
-    @app.post("/ping", responses=HEALTH)  # as SageMaker asks
+    @app.post("/ping", include_in_schema=False)  # as SageMaker asks
     async def ping_by_post() -> Response:
         return answer_ping()
 
