@@ -73,6 +73,14 @@ def test_messages_of_other_clients(running: Running) -> None:
     assert all("annotations" not in each and "reasoning" not in each for each in told)
 
 
+def test_a_developer_is_the_system_where_no_template_knows_him(running: Running) -> None:
+    def tokens(role: str) -> list[int]:
+        messages = [{"role": role, "content": "Be brief."}, *ASKED]
+        return running.post("/tokenize", {"messages": messages}).json()["tokens"]
+
+    assert tokens("developer") == tokens("system") != tokens("assistant")
+
+
 def test_null_is_the_same_as_nothing(running: Running) -> None:
     names = set(ChatRequest.model_fields) - {"messages", "max_tokens", "temperature"}
     assert said(running, **dict.fromkeys(names)) == said(running)

@@ -154,7 +154,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             options = ChatOptions(
                 add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message
             )
-            text = tokenizer.chat(messages_of(body.messages), options)
+            text = tokenizer.chat(messages_of(body.messages, tokenizer), options)
             return tokenizer.encode(text, add_special_tokens=False)
 
         tokens = await service.prepare(encode)

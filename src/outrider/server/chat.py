@@ -53,7 +53,7 @@ def _prompt(service: Service, body: ChatRequest) -> Prompt:
         continue_final_message=body.continue_final_message,
         template_kwargs=_variables(body),
     )
-    return service.prompts.of_chat(messages_of(body.messages), options)
+    return service.prompts.of_chat(messages_of(body.messages, service.tokenizer), options)
 
 
 def _variables(body: ChatRequest) -> dict[str, Any]:
@@ -65,9 +65,14 @@ def _variables(body: ChatRequest) -> dict[str, Any]:
     return told | body.chat_template_kwargs.model_dump(exclude_none=True)
 
 
-def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As they were sent; a message without content, as one of calls only, has an empty text."""
-    return [_message(message) for message in messages]
+def messages_of(messages: Sequence[Message], tokenizer: Tokenizer | None = None) -> list[dict[str, Any]]:
+    """As they were sent; a message without content, as one of calls only, has an empty text. What the developer says is
+    the system's message where the chat template knows no developer, as most do not."""
+    told = [_message(message) for message in messages]
+    template = tokenizer.template_text() if tokenizer is not None else None
+    if template is not None and "developer" not in template:
+        told = [each | {"role": "system"} if each["role"] == "developer" else each for each in told]
+    return told
 
 
 def _message(message: Message) -> dict[str, Any]:
