@@ -14,11 +14,11 @@ PROMPTS = ["Once upon a time", "The little dog", "In the forest", "My name is"]
 Value = TypeVar("Value")
 
 
-def run(work: Callable[[AsyncLLM], Awaitable[Value]], **arguments: Any) -> Value:
+def run(work: Callable[[AsyncLLM], Awaitable[Value]]) -> Value:
     """With an engine of its own, on an event loop of its own."""
 
     async def whole() -> Value:
-        engine = AsyncLLM(max_model_len=256, **arguments)
+        engine = AsyncLLM(max_model_len=256, exact=True)
         try:
             return await asyncio.wait_for(work(engine), 60)
         finally:
@@ -39,7 +39,7 @@ def test_many_at_once_say_what_each_says_alone() -> None:
         return await asyncio.gather(*(outputs(engine, p, each) for p, each in zip(PROMPTS, params, strict=True)))
 
     found = run(work)
-    with LLM(max_model_len=256) as llm:
+    with LLM(max_model_len=256, exact=True) as llm:
         alone = llm.generate(PROMPTS, [replace(each, output_kind=kinds[0]) for each in params])
     for got, expected, each in zip(found, alone, params, strict=True):
         assert [output.finished for output in got] == [False] * (len(got) - 1) + [True]

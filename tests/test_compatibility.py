@@ -45,8 +45,8 @@ def test_what_is_said_to_be_ours_is_ours() -> None:
     assert set(sampling.FIELDS) <= {each.name for each in fields(SamplingParams)}
     assert set(sampling.STRUCTURED_FIELDS) == {each.name for each in fields(StructuredOutputsParams)}
     assert set(table._SPECULATIVE) <= {each.name for each in fields(SpeculativeConfig)}
-    calls = set(inspect.signature(LLM.generate).parameters) | set(inspect.signature(LLM.chat).parameters)
-    assert set(table._CALLS) <= calls
+    calls = [inspect.signature(call).parameters for call in (LLM.generate, LLM.chat, AsyncLLM.generate)]
+    assert set(table._CALLS) <= {name for parameters in calls for name in parameters}
     assert all(callable(getattr(LLM, name)) for name in table._METHODS)
     assert not any(hasattr(LLM, name) or hasattr(AsyncLLM, name) for name in tables.METHODS)
 
@@ -85,5 +85,7 @@ def test_speculative_config_takes_vllms_keys() -> None:
     given = {"method": "ngram", "num_speculative_tokens": 3, "disable_padded_drafter_batch": True}
     neutral = {"draft_tensor_parallel_size": 1, "rejection_sample_method": "standard", "quantization": None}
     assert SpeculativeConfig.from_dict(given | neutral) == SpeculativeConfig("ngram", num_speculative_tokens=3)
+    for vllms, ours in (("deepseek_mtp", "mtp"), ("ngram_gpu", "ngram"), ("eagle3", "eagle3")):
+        assert SpeculativeConfig.from_dict({"method": vllms}).method == ours
     with pytest.raises(ValueError, match=r"spec_token_tree=.*drafts are chains"):
         SpeculativeConfig.from_dict(given | {"spec_token_tree": "[(0,)]"})

@@ -27,6 +27,7 @@ def test_vllms_ways_to_say_it() -> None:
     assert SamplingParams(best_of=1, use_beam_search=False, length_penalty=2.0) == SamplingParams()  # type: ignore[call-arg]
     old = SamplingParams(guided_decoding=GuidedDecodingParams(regex="a+"))  # type: ignore[call-arg]
     assert old.structured_outputs == StructuredOutputsParams(regex="a+")
+    assert SamplingParams(structured_outputs={"regex": "a+"}) == old  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"best_of=3: .*; temprature: nobody knows it .did you mean temperature"):
         SamplingParams(best_of=3, temprature=1)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="no beam search"):
@@ -48,7 +49,7 @@ def test_they_can_be_changed_and_are_checked_when_used() -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Any:
-    with LLM(max_model_len=256) as made:
+    with LLM(max_model_len=256, exact=True) as made:
         yield made
 
 

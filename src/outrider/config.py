@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from outrider.compatibility.llm import SPECULATIVE
+from outrider.compatibility.llm import SPECULATIVE, method_named
 
 DTYPES = {
     "float32": torch.float32,
@@ -57,6 +57,8 @@ class SpeculativeConfig:
         for name in ("method", "model"):
             if not isinstance(values.get(name), str | Path | None):
                 raise ValueError(f"speculative_config: {name} must be a name or a path, not {values[name]!r}")
+        if values.get("method") is not None:
+            values = {**values, "method": method_named(str(values["method"]))}
         if values.get("taps") is not None:
             if not isinstance(values["taps"], list | tuple):
                 raise ValueError(f"speculative_config: taps must be a list of layer counts, not {values['taps']!r}")

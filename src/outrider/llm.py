@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -130,10 +130,12 @@ class LLM:
     def from_engine_args(cls, arguments: EngineArgs) -> LLM:
         return cls(**vars(arguments))
 
-    def __getattr__(self, name: str) -> Any:
-        """Called by Python for what there is not; some of it, users of vLLM look for."""
-        reason = f" ({METHODS[name]})" if name in METHODS else ""
-        raise AttributeError(f"LLM has no attribute {name!r}{reason}")
+    if not TYPE_CHECKING:  # a type checker that saw it would believe in any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Called by Python for what there is not; some of it, users of vLLM look for."""
+            reason = f" ({METHODS[name]})" if name in METHODS else ""
+            raise AttributeError(f"LLM has no attribute {name!r}{reason}")
 
     # the drafter
 

@@ -205,6 +205,8 @@ class SamplingParams:
             self.logit_bias = {
                 int(token) if isinstance(token, str) else token: bias for token, bias in self.logit_bias.items()
             }
+        if isinstance(self.structured_outputs, Mapping):
+            self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
         if self.seed == -1:  # vLLM's way to say None
             self.seed = None
         for name in ("logprobs", "prompt_logprobs"):

@@ -281,7 +281,9 @@ SPECULATIVE = Rules(
 
 CALLS = Rules(
     works={"tokenization_kwargs": "add_special_tokens alone"},
-    no_effect=[],
+    no_effect=[
+        NoEffect(["trace_headers", "session_id", "kv_hints"], "nothing is traced, and prefixes are found anyway")
+    ],
     refused=[
         Refused({"lora_request": ()}, _NO_LORA),
         Refused({"prompt_adapter_request": ()}, "there are no prompt adapters"),
@@ -290,8 +292,12 @@ CALLS = Rules(
         Refused(
             {"chat_template_content_format": ("auto",)}, "a template gets lists or text, whichever it is written for"
         ),
+        Refused({"prompt_text": ()}, "give it with the tokens: TokensPrompt(prompt=..., prompt_token_ids=...)"),
         Refused({"guided_options_request": ()}, "use SamplingParams(structured_outputs=...)"),
-        Refused({"reasoning_ended": (), "trace_headers": (), "data_parallel_rank": (0,)}, "one engine, one device"),
+        Refused({"data_parallel_rank": (0,)}, _ONE_DEVICE),
+        Refused(
+            {"reasoning_ended": (False,), "reasoning_parser_kwargs": ()}, "an answer is one text: use Guided(after=...)"
+        ),
     ],
 )
 
@@ -321,6 +327,11 @@ METHODS = {
     **dict.fromkeys(("collective_rpc", "apply_model"), "there are no workers: the target is llm.target"),
     **dict.fromkeys(("start_profile", "stop_profile"), "use torch's profiler around generate()"),
 }
+
+
+def method_named(name: str) -> str:
+    """A drafting method by our name. vLLM has one for each family's MTP modules, and one for a GPU's n-grams."""
+    return "mtp" if name.endswith("_mtp") else {"ngram_gpu": "ngram"}.get(name, name)
 
 
 def _as_list(given: Any) -> list[Any]:

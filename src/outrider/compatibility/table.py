@@ -22,7 +22,7 @@ def offline() -> str:
         ("SamplingParams", table(sampling.SAMPLING, sampling.FIELDS)),
         ("StructuredOutputsParams", table(sampling.STRUCTURED, sampling.STRUCTURED_FIELDS)),
         ("Prompts that are a dict", table(llm.PROMPT, {})),
-        ("generate() and chat()", table(llm.CALLS, _CALLS)),
+        ("generate() and chat(), of LLM and AsyncLLM", table(llm.CALLS, _CALLS)),
         ("Methods", HEAD + _lines([*((f"`{name}`", WORKS, why) for name, why in _METHODS.items())]
                                   + [(names, REFUSED, why) for names, why in methods])),
     ]  # fmt: skip
@@ -50,7 +50,7 @@ def replaced(text: str, name: str, content: str) -> str:
 PARTS: dict[str, Callable[[], str]] = {"offline": offline}  # what is written between which marks
 
 _SPECULATIVE = {
-    "method": "ngram, suffix, eagle, eagle3, p_eagle, dflash, mtp, draft_model and more: `outrider matrix`",
+    "method": "ngram, suffix, eagle, eagle3, p_eagle, dflash, mtp (deepseek_mtp, ...), draft_model: `outrider matrix`",
     "model": "a directory or a hub id",
     "num_speculative_tokens": "5 by default, 64 at most",
     **dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), "2 and 8 by default"),
@@ -66,6 +66,7 @@ _CALLS = {
     "prompts": "a text, token ids, a dict, or a list of those",
     "messages": "a conversation, or several",
     "sampling_params": "None: the model's own defaults",
+    "request_id": "AsyncLLM's: for abort(); made up where it is left out",
     "use_tqdm": "False by default; True, or what makes a bar",
     "chat_template": "",
     "add_generation_prompt": "",
