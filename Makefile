@@ -11,8 +11,8 @@ demo: .venv/installed
 
 install: .venv/installed
 
-test: .venv/tested lint
-	$(BIN)/python -m pytest -n auto --durations=10
+test: .venv/tested .venv/clients/installed lint
+	OUTRIDER_CLIENTS=.venv/clients $(BIN)/python -m pytest -n auto --durations=10
 
 lint: .venv/tested
 	$(BIN)/ruff check .
@@ -34,6 +34,12 @@ wheel: .venv/tested
 
 .venv/tested: .venv/installed
 	$(PIP) --editable ".[test]"
+	touch $@
+
+# clients of other people, in an environment of their own: every version is named, and they do not agree on all
+.venv/clients/installed: .venv/bin/pip tests/clients/requirements.txt
+	$(PYTHON) -m venv .venv/clients
+	.venv/clients/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --requirement tests/clients/requirements.txt
 	touch $@
 
 clean:

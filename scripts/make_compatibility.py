@@ -8,13 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.compatibility.table import PARTS, replaced
+from outrider.server.compatibility import PARTS as SERVER_PARTS
 
 FILE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
 
 def main() -> None:
     text = FILE.read_text(encoding="utf-8")
-    for name, make in PARTS.items():
+    for name, make in {**PARTS, **SERVER_PARTS}.items():
         text = replaced(text, name, make())
     FILE.write_text(text, encoding="utf-8")
 

@@ -48,7 +48,7 @@ def test_every_option_has_its_effect(llm: LLM) -> None:
 
 def test_an_unknown_option_is_refused(llm: LLM) -> None:
     for name in ("mood", "add_generation_promt", "enable_thinking"):
-        with pytest.raises(TypeError, match=name):
+        with pytest.raises(ValueError, match=name):
             llm.chat(ASKED, SHORT, **{name: True})
     for name in ("messages", "tools", "add_generation_prompt", "chat_template"):
         with pytest.raises(ValueError, match=f"holds {name}"):

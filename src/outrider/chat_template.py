@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from outrider.template import TemplateError, Templates
@@ -39,12 +40,22 @@ class ChatOptions:
             raise ValueError(f"chat_template_kwargs holds {own[0]}, which is an option of its own: give it there")
 
 
+def template_text(given: str | Path | None) -> str | None:
+    """A chat template's text: given as such, or as a file that holds it."""
+    if given is None or (isinstance(given, str) and ("{" in given or "\n" in given)):
+        return given
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ValueError(f"chat_template is neither a template nor a file that holds one: {given}")
+    return path.read_text(encoding="utf-8")
+
+
 class ChatTemplates:
     """The chat templates of one model, by name; the usual one is called "default"."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str) -> None:
         self.sources = dict(sources)
-        self._special_tokens, self._origin = dict(special_tokens), origin
+        self._special_tokens, self.origin = dict(special_tokens), origin
         self._given: tuple[str, Templates] | None = None  # the last template that a caller brought along
 
     def render(self, messages: Messages, options: ChatOptions) -> str:
@@ -58,7 +69,7 @@ class ChatTemplates:
         marked = [*plain[:-1], {**last, "content": last["content"] + mark}]
         text, found, _ = self._render(marked, options).rpartition(mark)
         if not found:
-            raise ValueError(f"the chat template of {self._origin} leaves the last message out: it cannot be continued")
+            raise ValueError(f"the chat template of {self.origin} leaves the last message out: it cannot be continued")
         return text
 
     def _render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
@@ -69,7 +80,7 @@ class ChatTemplates:
         }
         variables = {"documents": None, **self._special_tokens, **options.template_kwargs, **given}
         is_own = options.chat_template is None
-        origin = f"the chat template of {self._origin}" if is_own else "the given chat_template"
+        origin = f"the chat template of {self.origin}" if is_own else "the given chat_template"
         try:
             if options.chat_template is None:
                 return self._own.render(self._name(options.tools), variables)
@@ -95,12 +106,12 @@ class ChatTemplates:
     def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if not self.sources:
             raise ValueError(
-                f"{self._origin} has no chat template; send a plain prompt, or give it a chat_template.jinja"
+                f"{self.origin} has no chat template; send a plain prompt, or give it a chat_template.jinja"
             )
         name = "tool_use" if tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
             known = ", ".join(sorted(self.sources))
-            raise ValueError(f"{self._origin} has no default chat template, only {known}; name one of them 'default'")
+            raise ValueError(f"{self.origin} has no default chat template, only {known}; name one of them 'default'")
         return name
 
 

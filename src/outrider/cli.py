@@ -18,7 +18,7 @@ import typer
 from outrider import __version__
 from outrider.bench.commands import bench_app
 from outrider.certify.command import certify_command
-from outrider.commands import Group, add, option
+from outrider.commands import Command, Group, add, option
 from outrider.console import (
     Consoles,
     StreamedText,
@@ -35,6 +35,7 @@ from outrider.doctor.command import doctor_command
 from outrider.options import OUTPUT, SAMPLING, AsJson, ChatTemplate, EngineOptions, ModelArgument
 from outrider.sampling_params import SamplingParams
 from outrider.server.command import serve_command
+from outrider.server.flags import ServeCommand
 from outrider.startup import importing
 
 if TYPE_CHECKING:
@@ -367,7 +368,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "version": version,
 }
 for _name, _command in COMMANDS.items():
-    add(app, _name, _command)
+    add(app, _name, _command, ServeCommand if _name == "serve" else Command)
 app.add_typer(bench_app, name="bench")
 
 

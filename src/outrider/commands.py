@@ -85,6 +85,26 @@ class Group(TyperGroup):
     """Sub-commands, of which each is a `Command`."""
 
 
-def add(app: typer.Typer, name: str, function: Callable[..., None]) -> None:
+def add(app: typer.Typer, name: str, function: Callable[..., None], kind: type[Command] = Command) -> None:
     """Adds a command to a group of commands."""
-    app.command(name, cls=Command)(takes_options(function))
+    app.command(name, cls=kind)(takes_options(function))
+
+
+_SIZES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def size(text: str) -> int:
+    """4096, 4k (thousands) or 4K (of 1024); m and M, g and G, t and T."""
+    number, unit = (text[:-1], _SIZES[text[-1]]) if text[-1:] in _SIZES else (text, 1)
+    try:
+        found = float(number) * unit
+        if found != int(found) or found < 1:
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise ValueError(f"{text!r} is no size: write 4096, 4k, 4K, 1.5G") from None
+    return int(number) * unit if number.isdigit() else int(found)
+
+
+def length(text: str) -> int | None:
+    """A size, or what the model allows."""
+    return None if text in ("auto", "-1") else size(text)

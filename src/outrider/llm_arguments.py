@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from outrider.chat_template import template_text as template_text  # found here by LLM
 from outrider.compatibility.llm import LLM as RULES
 from outrider.config import SpeculativeConfig
 from outrider.hub import TOKENIZER_PATTERNS, Hub, located
@@ -44,6 +45,18 @@ def settle(named: Named, others: Mapping[str, Any], llm: Callable[..., Any]) -> 
     return settled, {name: value for name, value in given.items() if name not in done and value is not None}
 
 
+def settle_files(model: str | Path | None, given: Mapping[str, Any]) -> tuple[str | Path | None, str | Path | None]:
+    """Where model and tokenizer are, for a server that was told in the same names."""
+    named, _ = settle(Named(model, given.get("tokenizer"), None), _others(given), lambda: None)
+    if named.tokenizer is None:
+        return named.model, None
+    return named.model, located(named.tokenizer, patterns=TOKENIZER_PATTERNS)
+
+
+def _others(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name != "tokenizer"}
+
+
 def _fetched(name: str | Path | None, hub: Hub, patterns: list[str] | None) -> str | Path | None:
     if name is None or hub.is_usual:
         return name
@@ -74,16 +87,6 @@ def length_of(max_model_len: int | str | None) -> int | None:
     if not isinstance(max_model_len, int) or isinstance(max_model_len, bool):
         raise ValueError(f"max_model_len must be a whole number, or auto, not {max_model_len!r}")
     return max_model_len
-
-
-def template_text(given: str | Path | None) -> str | None:
-    """A chat template's text: given as such, or as a file that holds it."""
-    if given is None or (isinstance(given, str) and ("{" in given or "\n" in given)):
-        return given
-    path = Path(given).expanduser()
-    if not path.is_file():
-        raise ValueError(f"chat_template is neither a template nor a file that holds one: {given}")
-    return path.read_text(encoding="utf-8")
 
 
 class EngineArgs:

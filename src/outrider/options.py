@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.commands import option
+from outrider.commands import length, option
 
 if TYPE_CHECKING:
     from outrider.config import EngineConfig, SpeculativeConfig
@@ -23,8 +23,8 @@ _CONFIG_HELP = "The drafter with all its settings, in vLLM's names."
 _FORCE_HELP = "Use the drafter even if it agrees with nothing, and draft as much as possible."
 _ADAPTIVE_HELP = "Always draft as much as possible, also where it does not pay."
 _THREADS_HELP = "Threads of the CPU. By default, one for every processor that others leave."
-_LENGTH_HELP = "Longest context, prompt and answer together."
-_QUANTIZATION_HELP = "On a GPU: round the target's matrices to fp8 or int4 as they are loaded."
+_LENGTH_HELP = "Longest context, prompt and answer together; as 4096 or 4k."
+_QUANTIZATION_HELP = "How the target is quantised. On a GPU a dense one can be rounded to fp8 or int4."
 _EXACT_HELP = "On a GPU: the bits of a token do not depend on what else is computed with it."
 _CHAT_HELP = "Put prompts through the chat template. By default, if the model has one."
 _PROMPTS_HELP = 'JSONL with "prompt", "turns" or "prompt_token_ids" on each line.'
@@ -42,7 +42,7 @@ Force = Annotated[bool, option(DRAFTER, "--force", help=_FORCE_HELP)]
 NoAdaptive = Annotated[bool, option(DRAFTER, "--no-adaptive", help=_ADAPTIVE_HELP)]
 Dtype = Annotated[str, option(ENGINE, "--dtype", metavar="NAME", help="float32, bfloat16, float16 or auto.")]
 Device = Annotated[str, option(ENGINE, "--device", metavar="NAME", help="cpu, cuda, cuda:N or auto.")]
-MaxModelLen = Annotated[int | None, option(ENGINE, "--max-model-len", metavar="N", help=_LENGTH_HELP)]
+MaxModelLen = Annotated[int | None, option(ENGINE, "--max-model-len", metavar="N", help=_LENGTH_HELP, parser=length)]
 Threads = Annotated[int | None, option(ENGINE, "--threads", metavar="N", help=_THREADS_HELP, min=1)]
 Quantization = Annotated[str | None, option(ENGINE, "--quantization", metavar="NAME", help=_QUANTIZATION_HELP)]
 Exact = Annotated[bool, option(ENGINE, "--exact", help=_EXACT_HELP)]

@@ -16,6 +16,10 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 TAIL = 8  # tokens of a prompt on which the spelling of what follows may depend
 
 
+class ContextOverflowError(ValueError):
+    """A prompt that leaves no room for an answer."""
+
+
 class Prompts:
     """Of one model. `origin` is what errors call it."""
 
@@ -48,9 +52,9 @@ class Prompts:
     def check(self, ids: Sequence[int], name: str) -> None:
         """That a prompt's tokens are some, and that they leave room for an answer."""
         if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"{name} has {len(ids)} tokens; with at least one to generate, the context of {self.max_model_len} "
-                "is exceeded: shorten it, or raise max_model_len"
+            raise ContextOverflowError(
+                f"{name} has {len(ids)} tokens; this model's maximum context length is {self.max_model_len} tokens, of "
+                "which one is left for the answer at least: shorten it, or raise max_model_len"
             )
         self.check_ids(ids, name)
 

@@ -71,6 +71,11 @@ class Tokenizer:
         return cls(backend, special_tokens=special_tokens, templates=_read_templates(path, config), origin=str(path))
 
     @property
+    def special_tokens(self) -> dict[str, str]:
+        """As templates see them: "bos_token" -> "<s>"."""
+        return dict(self._special_tokens)
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._chat.sources)
 
@@ -78,6 +83,10 @@ class Tokenizer:
         """The source of the chat template that is used with or without tools; None where there is none."""
         sources = self._chat.sources
         return sources.get("tool_use" if tools and "tool_use" in sources else "default")
+
+    def use_template(self, source: str) -> None:
+        """Instead of those that it came with."""
+        self._chat = ChatTemplates({"default": source}, self._special_tokens, self._chat.origin)
 
     def special_id(self, text: str) -> int | None:
         """The special token that is written so."""

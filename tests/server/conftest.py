@@ -10,6 +10,7 @@ from running import Running, Serve, wait_for
 
 from outrider import LLM
 from outrider.server.app import Application
+from outrider.server.defaults import Defaults
 from outrider.server.engine_client import EngineClient, Limits
 from outrider.server.engine_host import ThreadHost
 from outrider.server.parsers import ParserNames
@@ -33,12 +34,13 @@ def serve(llm: LLM) -> Serve:
         parsers: ParserNames | None = None,
         other: LLM | None = None,
         exit_on_death: bool = True,
+        defaults: Defaults | None = None,
     ) -> Iterator[Running]:
         access = access or access_for("127.0.0.1")
         behind = other or llm
         host = ThreadHost(behind, "default")
         engine = EngineClient(host.link, host.model, "default", limits or Limits(), host.why_ended)
-        application = Application(engine, behind.tokenizer, "default", access, parsers)
+        application = Application(engine, behind.tokenizer, "default", access, parsers, defaults=defaults)
         server = Server(application, "127.0.0.1", 0, drain, exit_on_death=exit_on_death)
         thread = threading.Thread(target=server.run)
         thread.start()

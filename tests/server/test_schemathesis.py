@@ -30,16 +30,17 @@ KEY = "a-key-of-ours"
 
 
 MAX_EXAMPLES = 30  # of each kind, for each route
-GENERATION = ("/v1/chat/completions", "/v1/completions")
+GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 def adapted(body: Any, speculates: bool) -> Any:
     """Few tokens, so that it is soon done, and time to make them: a request may well ask for too little of it."""
-    if not isinstance(body, dict) or not {"prompt", "messages"} & set(body):
+    if not isinstance(body, dict) or not {"prompt", "messages", "input"} & set(body):
         return body
     if isinstance(body.get("model"), str) and len(body["model"]) > 2:  # else most requests would end with 404
         body["model"] = "default"
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in LENGTHS:
         if type(body.get(name)) is int and body[name] > 3:
             body[name] = 3
     if type(body.get("min_tokens")) is int and body["min_tokens"] > 3:

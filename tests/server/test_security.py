@@ -31,7 +31,7 @@ def test_every_route_but_health_needs_the_key(serve: Serve) -> None:
 
 
 def _routes(application: Application) -> list:
-    guard = application.asgi
+    guard = application.asgi._app  # type: ignore[attr-defined]
     return guard._app.routes  # type: ignore[attr-defined]
 
 

@@ -169,7 +169,7 @@ def test_what_the_engine_refuses_is_a_client_error(server: Shipped) -> None:
     """Also what is found out in its process, with the messages that users of Python get."""
     for change, message in (
         ({"guided_regex": "(?=a)b"}, "lookahead"),
-        ({"prompt": "word " * 4000}, "context of 2048 is exceeded"),
+        ({"prompt": "word " * 4000}, "maximum context length is 2048 tokens"),
         ({"prompt": [10**7]}, "which is no token id"),
         ({"guided_grammar": "root ::= missing"}, "grammar cannot be used"),
     ):

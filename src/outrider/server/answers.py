@@ -78,6 +78,7 @@ class AssistantMessage(_Answer):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str = ""
+    reasoning: str = ""  # the same
     tool_calls: list[ToolCall] = []
 
 
@@ -108,15 +109,26 @@ class CompletionLogprobs(_Answer):
     text_offset: list[int]
 
 
+class PromptLogprob(_Answer):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class _Generated(_Answer):
     id: str
     created: int
     model: str
+    system_fingerprint: str
     usage: Usage
     metrics: AnswerMetrics | None
 
@@ -124,11 +136,52 @@ class _Generated(_Answer):
 class ChatAnswer(_Generated):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionAnswer(_Generated):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
+
+
+class InputDetails(_Answer):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(_Answer):
+    reasoning_tokens: int
+
+
+class ResponseUsage(_Answer):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class OutputItem(_Answer):
+    """A message, a function_call or reasoning."""
+
+    type: Literal["message", "function_call", "reasoning"]
+    id: str
+    status: Literal["completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"
+    content: list[dict[str, Any]] = []
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class ResponseAnswer(_Answer):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage
 
 
 class TokenizeAnswer(_Answer):
@@ -154,6 +207,18 @@ class ModelCard(_Answer):
 class ModelList(_Answer):
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class VersionAnswer(_Answer):
+    version: str
+
+
+class TokenizerInfo(_Answer):
+    vocab_size: int
+    model_max_length: int
+    special_tokens: dict[str, str]
+    chat_template: str | None
+    fingerprint: str  # the same for tokenizers whose ids mean the same tokens
 
 
 class HealthAnswer(_Answer):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -29,6 +30,7 @@ from outrider.server.answers import (
     DetokenizeAnswer,
     ModelCard,
     ModelList,
+    ResponseAnswer,
     TokenizeAnswer,
     add_security,
     described,
@@ -36,12 +38,18 @@ from outrider.server.answers import (
 )
 from outrider.server.chat import chat_chunks, messages_of, start_chat, whole_chat
 from outrider.server.completions import completion_chunks, start_completion, whole_completion
+from outrider.server.defaults import Defaults
 from outrider.server.engine_client import EngineClient
-from outrider.server.errors import ApiError, bad_request, clean, internal_error
+from outrider.server.errors import ApiError, bad_request, internal_error
 from outrider.server.events import event_stream
+from outrider.server.extra_routes import add_extra_routes
 from outrider.server.generation import Service
+from outrider.server.invalid import invalid_request
 from outrider.server.parsers import ParserNames
 from outrider.server.playground import add_playground
+from outrider.server.request_id import RequestIds
+from outrider.server.responses import response_events, start_response, whole_response
+from outrider.server.responses_schema import ResponseRequest
 from outrider.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from outrider.server.security import OPEN_PATHS, Access, Guard
 from outrider.server.tally import CONTENT_TYPE
@@ -58,25 +66,36 @@ class Application:
         model_name: str,
         access: Access,
         parsers: ParserNames | None = None,
+        *,
+        other_names: Sequence[str] = (),
+        defaults: Defaults | None = None,
+        root_path: str = "",
     ) -> None:
+        """`other_names` of the model, beside the one that answers call it by. `root_path`: where a proxy has put it."""
         self.engine, model = engine, engine.model
         prompts = Prompts(tokenizer, model.vocab_size, model.max_model_len, model.origin)
-        self.service = Service(prompts, engine, model_name, int(time.time()), parsers or ParserNames())
+        names, defaults = (model_name, *other_names), defaults or Defaults()
+        self.service = Service(
+            prompts, engine, names, int(time.time()), parsers or ParserNames(), defaults, defaults.seeds()
+        )
         # no pages of FastAPI's: they would load scripts from elsewhere
         app = FastAPI(version=__version__, docs_url=None, redoc_url=None, lifespan=self._life, responses=ERRORS)
-        app.title = "Outrider"
+        app.title, app.root_path = "Outrider", root_path
         _add_errors(app)
         _add_generation(app, self.service, access.pace)
         _add_tokens(app, self.service)
         _add_status(app, self.service)
+        add_extra_routes(app, self.service)
         add_playground(app)
         if access.api_keys:
             add_security(app.openapi(), OPEN_PATHS)
-        guarded: ASGIApp = Guard(app, access)
+        guarded: ASGIApp = Guard(app, replace(access, root_path=root_path))
         if access.origins:  # outside of the guard: a preflight request carries no key
             origins = sorted(access.origins)
-            guarded = CORSMiddleware(guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-        self.asgi = guarded
+            guarded = CORSMiddleware(
+                guarded, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["X-Request-Id"]
+            )
+        self.asgi: ASGIApp = RequestIds(guarded)
 
     @asynccontextmanager
     async def _life(self, app: FastAPI) -> AsyncIterator[None]:
@@ -85,8 +104,14 @@ class Application:
         self.engine.stop()
 
 
+def _name(http: HttpRequest, body: Generation) -> None:
+    """A request is called as its body says, or as its header does."""
+    body.request_id = body.request_id or http.scope.get("request_id")
+
+
 def _tenant(http: HttpRequest, body: Generation) -> str | None:
     """Whose pages and drafts may be shared: same key, same salt."""
+    _name(http, body)
     parts = [part for part in (http.scope.get("tenant"), body.cache_salt) if part is not None]
     return json.dumps(parts) if parts else None
 
@@ -106,6 +131,14 @@ def _add_generation(app: FastAPI, service: Service, pace: float) -> None:
             return event_stream(completion_chunks(http, service, body, job), pace, lambda: service.engine.abort(job))
         return JSONResponse(await whole_completion(http, service, body, job))
 
+    @app.post("/v1/responses", responses=generated(ResponseAnswer))
+    async def responses(body: ResponseRequest, http: HttpRequest) -> Response:
+        made = await start_response(service, body, _tenant(http, body))
+        if body.stream:
+            events = response_events(http, service, made)
+            return event_stream(events, pace, lambda: service.engine.abort(made.job), named=True)
+        return JSONResponse(await whole_response(http, service, made))
+
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=described(TokenizeAnswer))
@@ -121,7 +154,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             options = ChatOptions(
                 add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message
             )
-            text = tokenizer.chat(messages_of(body.messages), options)
+            text = tokenizer.chat(messages_of(body.messages, tokenizer), options)
             return tokenizer.encode(text, add_special_tokens=False)
 
         tokens = await service.prepare(encode)
@@ -139,23 +172,24 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
-    card = {
-        "id": service.model_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "outrider",
-        "max_model_len": service.prompts.max_model_len,
-        "num_speculative_tokens": service.engine.model.num_speculative_tokens,
-    }
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "outrider",
+            "max_model_len": service.prompts.max_model_len,
+            "num_speculative_tokens": service.engine.model.num_speculative_tokens,
+        }
 
     @app.get("/v1/models", responses=described(ModelList))
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [card(name) for name in service.names]}
 
     @app.get("/v1/models/{name:path}", responses=described(ModelCard))
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        return card
+        return card(name if name in service.names else service.model_name)
 
     @app.get("/metrics", responses=TEXT, response_class=PlainTextResponse)
     async def show_metrics() -> Response:
@@ -183,9 +217,7 @@ def _add_errors(app: FastAPI) -> None:
 
     async def on_invalid(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        place = clean(".".join(str(part) for part in first["loc"][1:]))[:100]
-        return answer(bad_request(f"{place}: {first['msg']}" if place else first["msg"], place or None))
+        return answer(invalid_request(error.errors(), error.body))
 
     async def on_http(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -13,11 +13,13 @@ from outrider.chat_template import ChatOptions
 from outrider.outputs import Logprob
 from outrider.prompts import Prompt
 from outrider.server.generation import (
+    MIN_LOGPROB,
     Service,
     aborting,
     extras,
     finished,
     metrics_of,
+    prompt_logprobs_of,
     sampling_params,
     speculations_of,
     usage,
@@ -25,11 +27,9 @@ from outrider.server.generation import (
 from outrider.server.job import Job
 from outrider.server.messages import MessageReader, message_of
 from outrider.server.protocol import Piece
-from outrider.server.schema import ChatRequest, Message
+from outrider.server.schema import ChatRequest, Message, RefusalPart
 from outrider.server.tool_choice import bound, check_tools, offered, reading_of
 from outrider.tokenizer import Tokenizer
-
-MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
 async def start_chat(service: Service, body: ChatRequest, tenant: str | None) -> Job:
@@ -38,8 +38,9 @@ async def start_chat(service: Service, body: ChatRequest, tenant: str | None) ->
     check_tools(service.parsers, body)
     reading = reading_of(tokenizer, service.parsers, body)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    max_tokens = service.defaults.max_tokens if max_tokens is None else max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, max_tokens=max_tokens, logprobs=logprobs, tenant=tenant)
+    params = sampling_params(service, body, max_tokens=max_tokens, logprobs=logprobs, tenant=tenant)
     params = bound(params, tokenizer, reading, body)
     return await service.submit(body, [lambda: _prompt(service, body)], params)
 
@@ -50,28 +51,55 @@ def _prompt(service: Service, body: ChatRequest) -> Prompt:
         tools=tools,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs.model_dump(exclude_none=True),
+        template_kwargs=_variables(body),
     )
-    return service.prompts.of_chat(messages_of(body.messages), options)
+    return service.prompts.of_chat(messages_of(body.messages, service.tokenizer), options)
 
 
-def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As they were sent; a message without content, as one of calls only, has an empty text."""
-    return [{"content": "", **message.model_dump(exclude_none=True)} for message in messages]
+def _variables(body: ChatRequest) -> dict[str, Any]:
+    """Of the chat template. What is said there counts more than reasoning_effort."""
+    effort = body.reasoning_effort
+    told: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        told = {"enable_thinking": False, "thinking": False}
+    return told | body.chat_template_kwargs.model_dump(exclude_none=True)
+
+
+def messages_of(messages: Sequence[Message], tokenizer: Tokenizer | None = None) -> list[dict[str, Any]]:
+    """As they were sent; a message without content, as one of calls only, has an empty text. What the developer says is
+    the system's message where the chat template knows no developer, as most do not."""
+    told = [_message(message) for message in messages]
+    template = tokenizer.template_text() if tokenizer is not None else None
+    if template is not None and "developer" not in template:
+        told = [each | {"role": "system"} if each["role"] == "developer" else each for each in told]
+    return told
+
+
+def _message(message: Message) -> dict[str, Any]:
+    told = {"content": "", **message.model_dump(exclude_none=True)}
+    if "reasoning" in told:
+        told.setdefault("reasoning_content", told.pop("reasoning"))
+    if isinstance(message.content, list):
+        told["content"] = [
+            {"type": "text", "text": part.refusal} if isinstance(part, RefusalPart) else part.model_dump()
+            for part in message.content
+        ]
+    return told
 
 
 async def whole_chat(http: HttpRequest, service: Service, body: ChatRequest, job: Job) -> dict[str, Any]:
     outputs = await finished(http, service, job)
-    readers = _readers(service, body, job)
+    readers = readers_of(service, body, job)
     return {
         **_head(service, job, "chat.completion"),
         "choices": [_choice(service, body, output, readers[output.index]) for output in outputs],
-        "usage": _usage(job, sum(len(output.token_ids) for output in outputs), readers),
+        "usage": chat_usage(job, sum(len(output.token_ids) for output in outputs), readers),
         "metrics": metrics_of(speculations_of(outputs)),
+        **prompt_logprobs_of(body, outputs[0]),
     }
 
 
-def _usage(job: Job, num_generated: int, readers: Sequence[MessageReader]) -> dict[str, Any]:
+def chat_usage(job: Job, num_generated: int, readers: Sequence[MessageReader]) -> dict[str, Any]:
     counted = usage(job, num_generated)
     if any(reader.reasons for reader in readers):
         num_reasoning = sum(reader.num_reasoning_tokens for reader in readers)
@@ -79,7 +107,7 @@ def _usage(job: Job, num_generated: int, readers: Sequence[MessageReader]) -> di
     return counted
 
 
-def _readers(service: Service, body: ChatRequest, job: Job) -> list[MessageReader]:
+def readers_of(service: Service, body: ChatRequest, job: Job) -> list[MessageReader]:
     reading = reading_of(service.tokenizer, service.parsers, body)
     return [MessageReader(service.tokenizer, reading, job.prompt_of(index)) for index in range(job.num_sequences)]
 
@@ -104,7 +132,7 @@ async def chat_chunks(
     head = _head(service, job, "chat.completion.chunk")
     options = body.stream_options
     num_generated, speculations = 0, []
-    readers = _readers(service, body, job)
+    readers = readers_of(service, body, job)
     first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
         for index in range(job.num_sequences):
@@ -117,12 +145,12 @@ async def chat_chunks(
             for number, choice in enumerate(choices, start=1):
                 chunk = {**head, "choices": [choice]}
                 if options is not None and options.continuous_usage_stats:
-                    chunk["usage"] = _usage(job, num_generated, readers)
+                    chunk["usage"] = chat_usage(job, num_generated, readers)
                 if len(speculations) == job.num_sequences and number == len(choices):
                     chunk["metrics"] = metrics_of(speculations)
                 yield chunk
     if options is not None and options.include_usage:
-        totals = {"usage": _usage(job, num_generated, readers), "metrics": metrics_of(speculations)}
+        totals = {"usage": chat_usage(job, num_generated, readers), "metrics": metrics_of(speculations)}
         yield {**head, "choices": [], **totals}
 
 
@@ -162,4 +190,10 @@ def _logprob(tokenizer: Tokenizer | None, token: int, found: Logprob) -> dict[st
 
 
 def _head(service: Service, job: Job, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{job.job_id}", "object": kind, "created": int(time.time()), "model": service.model_name}
+    return {
+        "id": f"chatcmpl-{job.job_id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": service.model_name,
+        "system_fingerprint": service.fingerprint,
+    }

@@ -6,17 +6,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from outrider.commands import option
+from outrider.chat_template import template_text
+from outrider.commands import option, size
 from outrider.console import Consoles, loading, open_consoles, show_memory_table, show_note
 from outrider.extras import extra_missing
 from outrider.options import ENGINE, EngineOptions, ModelArgument
 from outrider.server.address import port_of, taken
 from outrider.server.log import log, log_to_stderr
+from outrider.server.serve_options import FileOptions, HttpOptions
 from outrider.startup import importing
 
 if TYPE_CHECKING:
+    from outrider.server.defaults import Defaults
     from outrider.server.engine_host import ProcessHost
-    from outrider.server.protocol import Opened
+    from outrider.server.protocol import Located, Opened
     from outrider.tokenizer import Tokenizer
 
 DEFAULT_NAME = "default"  # of the embedded model
@@ -35,7 +38,8 @@ _INTERVAL_HELP = "Tokens from one kept recurrent state to the next."
 _PACE_HELP = "Milliseconds between frames of streams, all of one size. 0: none."
 
 ServedName = Annotated[
-    str | None, option(_NAMES, "--served-model-name", metavar="NAME", help="What clients call the model.")
+    list[str] | None,
+    option(_NAMES, "--served-model-name", metavar="NAME", help="What clients call the model; again for more."),
 ]
 ToolParser = Annotated[str, option(_NAMES, "--tool-call-parser", metavar="NAME", help=_TOOLS_HELP)]
 ReasoningParser = Annotated[str, option(_NAMES, "--reasoning-parser", metavar="NAME", help=_REASONING_HELP)]
@@ -62,14 +66,16 @@ MaxNumSeqs = Annotated[
     int | None, option(_LIMITS, "--max-num-seqs", metavar="N", help=_SEQUENCES_HELP, min=1, max=4096)
 ]
 MaxBatchedTokens = Annotated[
-    int | None, option(_LIMITS, "--max-num-batched-tokens", metavar="N", help=_ROWS_HELP, min=1)
+    int | None, option(_LIMITS, "--max-num-batched-tokens", metavar="N", help=_ROWS_HELP, parser=size)
 ]
 MemoryShare = Annotated[
     float, option(_LIMITS, "--gpu-memory-utilization", metavar="X", help=_SHARE_HELP, min=0.01, max=1.0)
 ]
 CacheBytes = Annotated[
-    int | None, option(_LIMITS, "--kv-cache-memory-bytes", metavar="N", help="Memory for keys and values.", min=1)
+    int | None,
+    option(_LIMITS, "--kv-cache-memory-bytes", metavar="N", help="Memory for keys and values, as 1G.", parser=size),
 ]
+BlockSize = Annotated[int, option(_LIMITS, "--block-size", metavar="N", help="Tokens in a page of the cache.", min=1)]
 PrefixCaching = Annotated[
     bool, option(_LIMITS, "--enable-prefix-caching/--no-enable-prefix-caching", help=_PREFIX_HELP)
 ]
@@ -123,6 +129,7 @@ class LimitOptions:
     max_num_batched_tokens: MaxBatchedTokens = None
     gpu_memory_utilization: MemoryShare = 0.9
     kv_cache_memory_bytes: CacheBytes = None
+    block_size: BlockSize = 16
     enable_prefix_caching: PrefixCaching = True
     num_snapshots: NumSnapshots = None
     snapshot_interval: SnapshotInterval = 256
@@ -138,6 +145,7 @@ class LimitOptions:
         return {name: value for name, value in batches.items() if value is not None} | {
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "kv_cache_memory": self.kv_cache_memory_bytes,
+            "page_size": self.block_size,
             "enable_prefix_caching": self.enable_prefix_caching,
             "num_snapshots": self.num_snapshots,
             "snapshot_interval": self.snapshot_interval,
@@ -149,6 +157,8 @@ def serve_command(
     names: NameOptions,
     access_options: AccessOptions,
     limit_options: LimitOptions,
+    files: FileOptions,
+    http: HttpOptions,
     target: ModelArgument = None,
     watchdog: Watchdog = True,
 ) -> None:
@@ -163,6 +173,7 @@ def serve_command(
       outrider serve org/name \\
         --speculative-config '{"method": "ngram", "num_speculative_tokens": 5}'
       OUTRIDER_API_KEY=... outrider serve org/name --host 0.0.0.0
+      outrider serve org/name --config flags.yaml --max-model-len 4k
     """
     options = options.named(target)
     with importing():
@@ -178,43 +189,67 @@ def serve_command(
     asked = ParserNames(names.tool_call_parser, names.reasoning_parser)
     choose(asked, None)  # an unknown one is refused before anything is loaded
     given = access_options
-    allowed = (given.api_key or [], given.allowed_host or [], given.allowed_origin or [])
+    origins = [*(given.allowed_origin or []), *http.checked().origins()]
+    template = template_text(files.chat_template)
+    allowed = (given.api_key or [], given.allowed_host or [], origins)
     access = replace(access_for(given.host, *allowed, given.max_body * 2**20), pace=given.pace / 1000)
-    served, consoles = names.served_model_name or name_of(options.model), open_consoles()
-    opening = Opening(options, limit_options.of_engine(), watchdog, served, consoles.about.is_terminal)
+    called = list(dict.fromkeys(names.served_model_name or [name_of(options.model)]))
+    served, consoles = called[0], open_consoles()
+    shows = consoles.about.is_terminal
+    opening = Opening(options, limit_options.of_engine(), watchdog, served, shows, files.of_engine())
     with taken(given.host, given.port) as sockets, ProcessHost(opening) as host:
-        model, tokenizer = _opened(host, consoles)
+        model, tokenizer, defaults = _opened(host, consoles, files)
+        if template is not None and tokenizer is not None:
+            tokenizer.use_template(template)
         limits = Limits(
             limit_options.max_queue, deadline=limit_options.request_timeout, stall=limit_options.stall_timeout
         )
-        log_to_stderr()
+        log_to_stderr(*(["uvicorn"] if http.uvicorn_log_level is not None else []))
         tools, reasoning = choose(asked, tokenizer)
         reasons = {"tools": tools.reason, "reasoning": reasoning.reason}
         log("parsers", tools=tools.name, reasoning=reasoning.name, because=reasons)
         log("memory", **model.memory)
         show_memory_table(consoles.about, model.memory_rows)
         engine = EngineClient(host.link, model, served, limits, host.why_ended)
-        application = Application(engine, tokenizer, served, access, ParserNames(tools.name, reasoning.name))
+        application = Application(
+            engine,
+            tokenizer,
+            served,
+            access,
+            ParserNames(tools.name, reasoning.name),
+            other_names=called[1:],
+            defaults=defaults,
+            root_path=http.root_path,
+        )
         port = port_of(sockets)
         log("listening", host=given.host, port=port, model=served, max_model_len=model.max_model_len)
-        url = f"http://{f'[{given.host}]' if ':' in given.host else given.host}:{port}"
+        url = (
+            f"{'https' if http.is_secure else 'http'}://{f'[{given.host}]' if ':' in given.host else given.host}:{port}"
+        )
         show_note(consoles.about, f"{served} at {url}/v1, playground at {url}/")
         exits, drain = limit_options.exit_on_engine_death, limit_options.shutdown_timeout
-        Server(application, given.host, port, drain, exit_on_death=exits).run(sockets=sockets)
+        Server(application, given.host, port, drain, exit_on_death=exits, **http.of_uvicorn()).run(sockets=sockets)
         host.close()
         log("ended")
         if engine.is_dead:
             raise SystemExit(1)
 
 
-def _opened(host: ProcessHost, consoles: Consoles) -> tuple[Opened, Tokenizer | None]:
+def _opened(host: ProcessHost, consoles: Consoles, files: FileOptions) -> tuple[Opened, Tokenizer | None, Defaults]:
     """What the front needs: the tokenizer is read here while the weights are read there."""
     from outrider.engine.gguf_tokenizer import tokenizer_at
+    from outrider.server.defaults import chosen_defaults
 
-    found: list[Tokenizer | None] = []
+    found: list[tuple[Tokenizer | None, Defaults]] = []
+
+    def read(files_are: Located) -> None:
+        path = Path(files_are.path)
+        defaults = chosen_defaults(files.generation_config, path, files.override_generation_config, files.seed)
+        found.append((tokenizer_at(Path(files_are.tokenizer or path)), defaults))
+
     with loading(consoles.about) as progress:
-        model = host.opened(progress, lambda path: found.append(tokenizer_at(path)))
-    return model, found[0]
+        model = host.opened(progress, read)
+    return model, *found[0]
 
 
 def name_of(model: str | None) -> str:

@@ -12,14 +12,15 @@ from fastapi import Request as HttpRequest
 
 from outrider.outputs import Logprob
 from outrider.prompts import Prompt
-from outrider.server.chat import MIN_LOGPROB
 from outrider.server.errors import bad_request
 from outrider.server.generation import (
+    MIN_LOGPROB,
     Service,
     aborting,
     extras,
     finished,
     metrics_of,
+    prompt_logprobs_of,
     sampling_params,
     speculations_of,
     usage,
@@ -37,10 +38,11 @@ async def start_completion(service: Service, body: CompletionRequest, tenant: st
     service.check_model(body.model)
     _check_size(service, body)
     max_tokens = body.max_tokens if body.max_tokens is not None else max(DEFAULT_MAX_TOKENS, body.min_tokens)
-    params = sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs, tenant=tenant)
-    if body.echo:
-        params = replace(params, prompt_logprobs=body.logprobs)
-    return await service.submit(body, [_maker(prompt) for prompt in prompts_of(body)], params)
+    # without an answer, one token is made all the same, and left out
+    params = sampling_params(service, body, max_tokens=max_tokens or 1, logprobs=body.logprobs, tenant=tenant)
+    if body.echo and body.logprobs is not None:
+        params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+    return await service.submit(body, [_maker(service, body, prompt) for prompt in prompts_of(body)], params)
 
 
 def _check_size(service: Service, body: CompletionRequest) -> None:
@@ -59,12 +61,14 @@ def prompts_of(body: CompletionRequest) -> list[str] | list[list[int]]:
     return [prompt] if isinstance(prompt[0], int) else prompt  # type: ignore[return-value, list-item]
 
 
-def _maker(prompt: str | list[int]) -> Callable[[], Prompt]:
+def _maker(service: Service, body: CompletionRequest, prompt: str | list[int]) -> Callable[[], Prompt]:
+    if isinstance(prompt, str) and not body.add_special_tokens:
+        return lambda: service.prompts.tokenizer_for("a text").encode(prompt, add_special_tokens=False)
     return lambda: prompt
 
 
 async def whole_completion(http: HttpRequest, service: Service, body: CompletionRequest, job: Job) -> dict[str, Any]:
-    outputs = await finished(http, service, job)
+    outputs = [_cut(body, output) for output in await finished(http, service, job)]
     choices = [_choice(service, body, output, job.prompt_of(output.index)) for output in outputs]
     return {
         **_head(service, job),
@@ -72,6 +76,15 @@ async def whole_completion(http: HttpRequest, service: Service, body: Completion
         "usage": usage(job, sum(len(output.token_ids) for output in outputs)),
         "metrics": metrics_of(speculations_of(outputs)),
     }
+
+
+def _cut(body: CompletionRequest, made: Piece) -> Piece:
+    """Without what was made for somebody who wants the prompt alone."""
+    if body.max_tokens != 0 or made.ending is None:
+        return made
+    logprobs: list[dict[int, Logprob]] | None = None if made.logprobs is None else []
+    ending = replace(made.ending, finish_reason="length", stop_reason=None)
+    return replace(made, text="", token_ids=[], draft_positions=[], text_ends=[], logprobs=logprobs, ending=ending)
 
 
 def _choice(service: Service, body: CompletionRequest, output: Piece, prompt: Sequence[int]) -> dict[str, Any]:
@@ -85,6 +98,7 @@ def _choice(service: Service, body: CompletionRequest, output: Piece, prompt: Se
         "logprobs": _with_prompt(service, body, prompt, output, logprobs),
         "finish_reason": output.ending.finish_reason,
         "stop_reason": output.ending.stop_reason,
+        **prompt_logprobs_of(body, output),
         **extras(service, body, output),
     }
 
@@ -98,7 +112,8 @@ async def completion_chunks(
     ends = dict.fromkeys(range(job.num_sequences), 0)  # of each sequence: length of the text so far
     echoed: set[int] = set()
     async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
-        async for piece in pieces:
+        async for whole in pieces:
+            piece = _cut(body, whole)
             num_generated += len(piece.token_ids)
             if piece.ending is not None:
                 speculations.append(piece.ending.speculation)
@@ -110,7 +125,7 @@ async def completion_chunks(
                 choice["logprobs"] = _with_prompt(service, body, job.prompt_of(piece.index), piece, choice["logprobs"])
                 echoed.add(piece.index)
             chunk = {**head, "choices": [choice]}
-            ends[piece.index] = piece.text_ends[-1]
+            ends[piece.index] = piece.text_ends[-1] if piece.text_ends else ends[piece.index]
             if options is not None and options.continuous_usage_stats:
                 chunk["usage"] = usage(job, num_generated)
             if len(speculations) == job.num_sequences:
@@ -189,4 +204,5 @@ def _head(service: Service, job: Job) -> dict[str, Any]:
         "object": "text_completion",
         "created": int(time.time()),
         "model": service.model_name,
+        "system_fingerprint": service.fingerprint,
     }

@@ -112,11 +112,14 @@ class EngineClient:
 
     # jobs
 
-    def submit(self, asked: Sequence[Asked], deadline: float, submitted: float, *, streams: bool) -> Job:
-        """Raises ApiError where there is no room. Times are those of time.monotonic()."""
+    def submit(
+        self, asked: Sequence[Asked], deadline: float, submitted: float, *, streams: bool, job_id: str | None = None
+    ) -> Job:
+        """Raises ApiError where there is no room. Times are those of time.monotonic(). `job_id`: what its sender calls
+        it; others may call theirs the same."""
         job = Job(
             number=next(self._numbers),
-            job_id=secrets.token_hex(12),
+            job_id=job_id or secrets.token_hex(12),
             prompts=[each.ids for each in asked],
             n=asked[0].params.n,
             deadline=deadline,

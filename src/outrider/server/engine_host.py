@@ -12,8 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.options import EngineOptions
@@ -39,12 +38,17 @@ class Opening:
     watchdog: bool
     model_name: str  # what clients call it
     shows_progress: bool = False
+    files: dict[str, Any] = field(default_factory=dict)  # where its parts are, in the names of vLLM's LLM
 
     def config(self) -> EngineConfig:
         """What was chosen, checked as far as it can be before weights are read. This imports torch."""
         from outrider.config import WatchdogConfig
+        from outrider.llm_arguments import settle_files
 
-        return self.options.config(**self.settings, watchdog=WatchdogConfig() if self.watchdog else None)
+        model, tokenizer = settle_files(self.options.model, self.files)
+        options = replace(self.options, model=None if model is None else str(model))
+        watchdog = WatchdogConfig() if self.watchdog else None
+        return options.config(**self.settings, tokenizer=tokenizer, watchdog=watchdog)
 
 
 class ProcessHost:
@@ -59,7 +63,7 @@ class ProcessHost:
         theirs.close()  # so that the end of the process is the end of the link
         self.link = Link(ours)
 
-    def opened(self, progress: OnProgress | None, on_located: Callable[[Path], None]) -> Opened:
+    def opened(self, progress: OnProgress | None, on_located: Callable[[Located], None]) -> Opened:
         """Waits until the engine is ready. `on_located` hears where the target's files are, while weights are read."""
         while True:
             try:
@@ -69,7 +73,7 @@ class ProcessHost:
             if isinstance(message, Opened):
                 return message
             if isinstance(message, Located):
-                on_located(Path(message.path))
+                on_located(message)
             elif isinstance(message, Loading):
                 if progress is not None:
                     progress(message.what, message.done, message.total)
@@ -167,7 +171,8 @@ def _open(opening: Opening, link: Link) -> LLM | None:
         config = opening.config()
         checkpoint = open_checkpoint(config.model)
         checkpoint.close()
-        link.send(Located(str(checkpoint.path)))
+        own = None if config.tokenizer is None else str(config.tokenizer)
+        link.send(Located(str(checkpoint.path), own))
         llm = LLM.from_config(config, progress if opening.shows_progress else None)
         llm.warm_up()
         return llm

@@ -16,10 +16,13 @@ from outrider.server.pacing import paced
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def event_stream(chunks: AsyncGenerator[dict[str, Any], None], pace: float, on_end: Callable[[], None]) -> EventStream:
+def event_stream(
+    chunks: AsyncGenerator[dict[str, Any], None], pace: float, on_end: Callable[[], None], *, named: bool = False
+) -> EventStream:
     """The chunks of an answer as events. `pace`: seconds between frames of one size, 0: as they come.
-    `on_end` is called in any case, also where the reader left before the first chunk was made."""
-    events = _events(chunks)
+    `on_end` is called in any case, also where the reader left before the first chunk was made.
+    `named`: each has a type, which is the event's name, and no mark comes after the last."""
+    events = _named_events(chunks) if named else _events(chunks)
     return EventStream(paced(events, pace) if pace else events, on_end)
 
 
@@ -52,6 +55,12 @@ async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerato
         except Exception as error:
             yield _event(internal_error(error).body)
         yield b"data: [DONE]\n\n"
+
+
+async def _named_events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            yield b"event: %b\n%b" % (chunk["type"].encode(), _event(chunk))
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from fastapi import Request as HttpRequest
 
-from outrider.prompts import Prompt, Prompts
+from outrider import __version__
+from outrider.outputs import Logprob
+from outrider.prompts import ContextOverflowError, Prompt, Prompts
 from outrider.sampling_params import Guided, SamplingParams, Speculation
+from outrider.server.defaults import Defaults
 from outrider.server.engine_client import Asked, EngineClient
 from outrider.server.errors import ApiError, bad_request, clean
 from outrider.server.job import Job
 from outrider.server.parsers import ParserNames
 from outrider.server.protocol import Piece
-from outrider.server.schema import Generation
+from outrider.server.schema import Generation, StructuredOutputs
 from outrider.tokenizer import Tokenizer
 
+MIN_LOGPROB = -9999.0  # JSON has no infinity
+MAX_PROMPT_LOGPROBS = 2**20  # figures in one answer
 PREPARATION_SECONDS = 30.0  # for the chat template and the tokenizer
 _CONVERTED = {"prediction", "structured_outputs"}  # the same name, another form
 _SHARED = {each.name for each in fields(SamplingParams)} & set(Generation.model_fields) - _CONVERTED
@@ -29,30 +37,48 @@ _SHARED = {each.name for each in fields(SamplingParams)} & set(Generation.model_
 
 @dataclass(frozen=True)
 class Service:
-    """What the routes work with."""
+    """What the routes work with. A model goes by any of its names, and is called by the first."""
 
     prompts: Prompts
     engine: EngineClient
-    model_name: str
+    names: Sequence[str]
     created: int
     parsers: ParserNames
+    defaults: Defaults = field(default_factory=Defaults)
+    next_seed: Callable[[], int | None] = lambda: None  # of a request that has none; None: a fresh one
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.prompts.tokenizer
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
-            raise ApiError(404, f"there is no model {name!r} here, only {self.model_name}", "model_not_found", "model")
+    @property
+    def model_name(self) -> str:
+        return self.names[0]
 
-    async def prepare(self, work: Callable[[], Any]) -> Any:
-        """Templates and tokenizers run beside the event loop; what they complain of is the client's to mend."""
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with whatever might change an answer to the same request with the same seed."""
+        model = self.engine.model
+        parts = [__version__, model.origin, str(model.vocab_size), *map(str, vars(self.defaults).values())]
+        return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+    def check_model(self, name: str | None) -> None:
+        """A model may also be asked for by what the server was started with, as a path."""
+        if name is not None and name not in self.names and name != self.engine.model.origin:
+            known = ", ".join(self.names)
+            raise ApiError(404, f"there is no model {clean(name)!r} here, only {known}", "model_not_found", "model")
+
+    async def prepare(self, work: Callable[[], Any], param: str | None = None) -> Any:
+        """Templates and tokenizers run beside the event loop; what they complain of is the client's to mend. `param`:
+        the field that holds the prompt."""
         try:
             return await asyncio.wait_for(asyncio.to_thread(work), PREPARATION_SECONDS)
         except TimeoutError:
             raise bad_request("the prompt takes too long to prepare: shorten it") from None
         except RecursionError:
             raise bad_request("the request is nested too deeply") from None
+        except ContextOverflowError as error:
+            raise ApiError(400, str(error), "context_length_exceeded", param) from error
         except ValueError as error:
             raise bad_request(clean(str(error), {self.engine.model.origin: self.model_name})) from error
 
@@ -60,13 +86,19 @@ class Service:
         """The job, accepted by the engine. Prompts are made here, after it is known that there is room for them."""
         self.engine.check_room(len(prompts) * params.n)
 
+        if params.seed is None:
+            params = replace(params, seed=self.next_seed())
+
         def make() -> list[Asked]:
-            return [self._asked(prompt(), params, f"prompt {number}") for number, prompt in enumerate(prompts)]
+            named = ((prompt(), f"prompt {number}") for number, prompt in enumerate(prompts))
+            made = [self._asked(prompt, params, name, body.truncate_prompt_tokens) for prompt, name in named]
+            check_prompt_logprobs(sum(len(each.ids) for each in made), params)
+            return made
 
         begin = time.monotonic()
         seconds = min(body.timeout or self.engine.limits.deadline, self.engine.limits.deadline)
-        asked = await self.prepare(make)
-        job = self.engine.submit(asked, begin + seconds, begin, streams=body.stream)
+        asked = await self.prepare(make, "prompt" if "prompt" in type(body).model_fields else "messages")
+        job = self.engine.submit(asked, begin + seconds, begin, streams=body.stream, job_id=body.request_id)
         try:
             await job.accepted()
         except BaseException:  # perhaps the engine has said nothing at all
@@ -74,23 +106,36 @@ class Service:
             raise
         return job
 
-    def _asked(self, prompt: Prompt, params: SamplingParams, name: str) -> Asked:
+    def _asked(self, prompt: Prompt, params: SamplingParams, name: str, most: int | None) -> Asked:
+        """`most`: the prompt's last tokens that are read; -1: as many as leave room for an answer."""
         ids = self.prompts.ids(prompt, name)
+        pictured = prompt if isinstance(prompt, Mapping) and prompt.get("multi_modal_data") else None
+        if most is not None:
+            if pictured is not None:
+                raise ValueError("truncate_prompt_tokens cannot cut a prompt with images: leave it out")
+            ids = ids[max(len(ids) - (most if most >= 0 else self.prompts.max_model_len - 1), 0) :]
         self.prompts.check(ids, name)
-        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):  # the engine knows what an image takes
-            return Asked(ids, prompt, params)
+        if pictured is not None:  # the engine knows what an image takes
+            return Asked(ids, pictured, params)
         return Asked(ids, ids, self.prompts.settled(params, ids))
 
 
+def check_prompt_logprobs(num_tokens: int, params: SamplingParams) -> None:
+    """They are all kept until the answer is sent."""
+    most = params.prompt_logprobs
+    if most is not None and num_tokens * params.n * (most + 1) > MAX_PROMPT_LOGPROBS:
+        raise ValueError(f"log-probabilities of prompts are limited to {MAX_PROMPT_LOGPROBS} figures: ask for fewer")
+
+
 def sampling_params(
-    body: Generation, *, max_tokens: int | None, logprobs: int | None, tenant: str | None
+    service: Service, body: Generation, *, max_tokens: int | None, logprobs: int | None, tenant: str | None
 ) -> SamplingParams:
-    """Fields of the same name mean the same; one that was not given keeps the engine's default."""
+    """Fields of the same name mean the same; one that was not given keeps the server's default, or the engine's."""
     given = body.model_dump(include=_SHARED - {"max_tokens", "logprobs"}, exclude_none=True)
     speculative = body.speculative.num_tokens if body.speculative is not None else None
     try:
         return SamplingParams(
-            **given,
+            **(service.defaults.sampling() | given),
             guided=guided_of(body),
             max_tokens=max_tokens,
             logprobs=logprobs,
@@ -111,21 +156,52 @@ def guided_of(body: Generation) -> Guided | None:
     if form is not None and form.json_schema is not None:
         found.append(Guided(json_schema=form.json_schema.schema_))
     if body.guided_json is not None:
-        found.append(Guided(json_schema=body.guided_json))
+        found.append(Guided(json_schema=_schema(body.guided_json)))
     if body.guided_regex is not None:
         found.append(Guided(regex=body.guided_regex))
     if body.guided_choice is not None:
         found.append(Guided(choice=body.guided_choice))
     if body.guided_grammar is not None:
         found.append(Guided(grammar=body.guided_grammar))
+    if body.structured_outputs is not None:
+        found += _structured(body.structured_outputs)
     if len(found) > 1:
-        raise ValueError("response_format and guided_... contradict each other: give one of them")
+        raise ValueError("response_format, structured_outputs and guided_... contradict each other: give one of them")
     if found:
         return replace(found[0], max_whitespace=body.guided_max_whitespace, close=body.guided_close)
     idle = sorted(body.model_fields_set & {"guided_max_whitespace", "guided_close"})
     if idle:
         raise ValueError(f"{idle[0]} says how JSON is written, and none is asked for: leave it out")
     return None
+
+
+def _structured(given: StructuredOutputs) -> list[Guided]:
+    found = []
+    if given.json_ is not None:
+        found.append(Guided(json_schema=_schema(given.json_)))
+    if given.json_object:
+        found.append(Guided(json_object=True))
+    found += [
+        Guided(**{name: value})
+        for name in ("regex", "choice", "grammar")
+        if (value := getattr(given, name)) is not None
+    ]
+    if not found:
+        raise ValueError("structured_outputs says nothing: give json, regex, choice, grammar or json_object")
+    return found
+
+
+def _schema(given: dict[str, Any] | str) -> dict[str, Any]:
+    """A schema may come as text."""
+    if not isinstance(given, str):
+        return given
+    try:
+        found = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the schema is not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError("the schema must be a JSON object")
+    return found
 
 
 @asynccontextmanager
@@ -194,6 +270,25 @@ def metrics_of(speculations: Sequence[Speculation]) -> dict[str, Any] | None:
             "num_accepted_draft_tokens": made.accepted,
             "num_draft_tokens": made.drafted,
         }
+    }
+
+
+def prompt_logprobs_of(body: Generation, made: Piece) -> dict[str, Any]:
+    """In vLLM's shape, and only for those who asked; the first token has none."""
+    if body.prompt_logprobs is None:
+        return {}
+    rows = [None if row is None else _described(row) for row in made.prompt_logprobs or ()]
+    return {"prompt_logprobs": rows}
+
+
+def _described(row: Mapping[int, Logprob]) -> dict[str, dict[str, Any]]:
+    return {
+        str(token): {
+            "logprob": max(found.logprob, MIN_LOGPROB),
+            "rank": found.rank,
+            "decoded_token": found.decoded_token,
+        }
+        for token, found in row.items()
     }
 
 

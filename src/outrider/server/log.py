@@ -22,10 +22,12 @@ def log_fault(reference: str, error: BaseException) -> None:
     log("fault", logging.ERROR, reference=reference, error=repr(error)[:500], traceback=trace[-8000:])
 
 
-def log_to_stderr() -> None:
-    """For the command; as a library, the server leaves logging as it finds it."""
+def log_to_stderr(*others: str) -> None:
+    """For the command; as a library, the server leaves logging as it finds it. `others`: names of libraries whose
+    loggers write there as well, whatever their level lets through."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.handlers = [handler]
+    for name in (logger.name, *others):
+        each = logging.getLogger(name)
+        each.handlers, each.propagate = [handler], False
     logger.setLevel(logging.INFO)
-    logger.propagate = False

@@ -84,7 +84,7 @@ def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     calls: dict[int, dict[str, Any]] = {}
     for delta in deltas:
-        for name in ("content", "reasoning_content"):
+        for name in ("content", "reasoning_content", "reasoning"):
             if name in delta:
                 message[name] = message.get(name, "") + delta[name]
         for call in delta.get("tool_calls", ()):
@@ -102,7 +102,7 @@ def _delta(event: Event) -> Delta | None:
     if isinstance(event, Text):
         return {"content": event.text}
     if isinstance(event, Reasoning):
-        return {"reasoning_content": event.text}
+        return {"reasoning_content": event.text, "reasoning": event.text}  # the older name, and the newer
     if isinstance(event, ToolCallBegin):
         function = {"name": event.name, "arguments": ""}
         return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}

@@ -49,9 +49,10 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where the target's files are: the tokenizer is among them."""
+    """Where the target's files are: the tokenizer is among them, unless another was asked for."""
 
     path: str
+    tokenizer: str | None = None  # a directory
 
 
 @dataclass(frozen=True, slots=True)

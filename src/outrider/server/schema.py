@@ -3,11 +3,14 @@ a field that silently does nothing would be worse."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, model_validator
 
+from outrider.compatibility import fields
+from outrider.compatibility.rules import Rules
 from outrider.sampling_params import MAX_LOGPROBS, MAX_PREDICTION, MAX_STOP_STRINGS, MAX_WHITESPACE
+from outrider.server.schema_base import Lenient, Strict, settle_fields
 
 MAX_N = 64
 MAX_TEXT = 2**22  # characters in one text
@@ -18,6 +21,10 @@ MAX_BIASES = 1024
 MAX_CHOICES = 1024
 MAX_PATTERN = 2**16  # characters in a grammar
 MAX_TOP_LOGPROBS = 20  # as OpenAI has it
+MAX_VARIABLES = 64  # of a chat template
+TEMPLATE_OWN = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+)
 
 
 # strict: true is no number, and neither is "7"
@@ -29,16 +36,14 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 Name = Annotated[str, StringConstraints(max_length=256)]
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=MAX_PATTERN)]
+RequestId = Annotated[str, StringConstraints(max_length=128, pattern=r"^[A-Za-z0-9._:/=+-]+$")]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # taken, and used for nothing; --pace does more
 
 
 class Speculative(Strict):
@@ -70,9 +75,29 @@ class ResponseFormat(Strict):
         return self
 
 
-class TextPart(Strict):
+class StructuredOutputs(Strict):
+    """What an answer must look like, in vLLM's names: one of them."""
+
+    json_: dict[str, Any] | Text | None = Field(None, alias="json")  # a schema, or its text
+    regex: Pattern | None = None
+    choice: Annotated[list[Pattern], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar: Pattern | None = None
+    json_object: bool | None = None
+    disable_fallback: bool = False  # these three, taken and used for nothing, hold in any case
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+
+
+class TextPart(Lenient):
     type: Literal["text"]
     text: Text
+
+
+class RefusalPart(Lenient):
+    """Of an answer by another model."""
+
+    type: Literal["refusal"]
+    refusal: Text
 
 
 class PredictedOutput(Strict):
@@ -93,6 +118,7 @@ class PredictedOutput(Strict):
 class Generation(Strict):
     """What chats and completions share."""
 
+    foreign: ClassVar[Rules] = fields.CHAT  # what becomes of fields that are not declared here
     model: Name | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -108,18 +134,19 @@ class Generation(Strict):
     logit_bias: (
         Annotated[dict[TokenKey, Annotated[Number, Field(ge=-1e4, le=1e4)]], Field(max_length=MAX_BIASES)] | None
     ) = None
-    bad_words: Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] = []
+    bad_words: list[Stop] = Field([], max_length=MAX_STOP_STRINGS)
     allowed_token_ids: TokenIds | None = None
     max_tokens: Annotated[Whole, Field(ge=1, le=2**31)] | None = None
     min_tokens: Annotated[Whole, Field(ge=0, le=2**31)] = 0
     ignore_eos: bool = False
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_STRINGS)] = []
+    stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_STRINGS)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     speculative: Speculative | None = None
     response_format: ResponseFormat | None = None
-    guided_json: dict[str, Any] | None = None  # a schema
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | Text | None = None  # a schema, or its text
     guided_regex: Pattern | None = None
     guided_choice: Annotated[list[Pattern], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     guided_grammar: Pattern | None = None
@@ -130,39 +157,68 @@ class Generation(Strict):
     prediction: PredictedOutput | None = None  # what the answer will be like; the answer is the same without
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     timeout: Annotated[Number, Field(gt=0, le=86400)] | None = None  # seconds; at most the server's own deadline
-    user: Name | None = None  # taken, and used for nothing
+    request_id: RequestId | None = None  # becomes part of the answer's id; what the log calls it
+    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=2**31)] | None = None  # its last tokens; -1: what has room
+    prompt_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # not in a stream
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settle(cls, given: Any) -> Any:
+        return settle_fields(cls, cls.foreign, given)
 
     @model_validator(mode="after")
     def _check(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs come with a whole answer only: leave out stream")
         if self.return_drafts and not (self.stream and self.return_token_ids):
             raise ValueError("return_drafts needs stream: true and return_token_ids: true")
         return self
 
 
-class ImageUrl(Strict):
+def holds_image(url: str) -> str:
+    if not url.startswith("data:"):
+        raise ValueError("an image must come as a data: URL; nothing is fetched, and no file of the server is read")
+    return url
+
+
+class ImageUrl(Lenient):
     """The image itself: nothing is fetched, and no file of the server is read."""
 
-    url: Annotated[str, StringConstraints(max_length=2**26, pattern=r"^data:")]
-    detail: Name | None = None
+    url: Annotated[str, StringConstraints(max_length=2**26), AfterValidator(holds_image)]
 
 
-class ImagePart(Strict):
+class ImagePart(Lenient):
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Part = Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]
 
 
-class Message(Strict):
+class CalledFunction(Lenient):
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    arguments: Text | dict[str, Any] = "{}"
+
+
+class MadeCall(Lenient):
+    """A call of a tool, in an earlier message."""
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Lenient):
+    """One that was said. What other servers and clients add to a message is left out."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[Part], Field(max_length=MAX_MESSAGES)] | None = None
     name: Name | None = None
     reasoning_content: Text | None = None
-    refusal: Text | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    reasoning: Text | None = None  # the same under its newer name
+    tool_calls: Annotated[list[MadeCall], Field(max_length=128)] | None = None
     tool_call_id: Name | None = None
 
 
@@ -188,11 +244,23 @@ class NamedTool(Strict):
 
 
 class TemplateOptions(Strict):
-    """What a chat template may be told; nothing that would change what is rendered, or by what."""
+    """What a chat template may be told: variables of its own; none that would change what is rendered, or by what."""
+
+    model_config = ConfigDict(extra="allow")
 
     enable_thinking: bool | None = None  # Qwen, GLM
     thinking: bool | None = None  # DeepSeek
-    reasoning_effort: Literal["low", "medium", "high"] | None = None  # gpt-oss
+    reasoning_effort: Name | None = None  # gpt-oss
+
+    @model_validator(mode="after")
+    def _check(self) -> TemplateOptions:
+        others = self.__pydantic_extra__ or {}
+        if len(others) > MAX_VARIABLES:
+            raise ValueError(f"at most {MAX_VARIABLES} variables are taken")
+        for name in others:
+            if not name.isidentifier() or len(name) > 64 or name in TEMPLATE_OWN or name.endswith("_token"):
+                raise ValueError(f"{name[:64]} is no variable that a client may set")
+        return self
 
 
 class ChatRequest(Generation):
@@ -204,6 +272,7 @@ class ChatRequest(Generation):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
+    reasoning_effort: Name | None = None  # for the template; none: no reasoning, where the template can do without
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # needs add_generation_prompt: false
 
@@ -215,6 +284,7 @@ class ChatRequest(Generation):
 
 
 class CompletionRequest(Generation):
+    foreign: ClassVar[Rules] = fields.COMPLETION
     prompt: (
         Text
         | TokenIds
@@ -222,7 +292,17 @@ class CompletionRequest(Generation):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=0, le=2**31)] | None = None
     echo: bool = False
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise ValueError("echo gives the whole prompt back, and truncate_prompt_tokens reads a part: leave one out")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 needs echo: true, which gives the prompt back; else there is no answer")
+        return self
 
 
 class TokenizeRequest(Strict):

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.server.errors import ApiError, bad_request
 from outrider.server.playground import ASSETS
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/decode", *ASSETS})
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/decode", "/ping", *ASSETS})
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_BODY = 32 * 2**20
 BODY_SECONDS = 60.0
@@ -36,6 +36,7 @@ class Access:
     max_body: int = MAX_BODY
     body_seconds: float = BODY_SECONDS  # that a body may take to arrive
     pace: float = 0.0
+    root_path: str = ""  # with which paths may begin, where a proxy does not take it off
 
 
 def access_for(
@@ -90,7 +91,7 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         host = self._check_host(_values(scope, b"host"))
         self._check_origin(_values(scope, b"origin"), host)
-        if scope["path"] not in OPEN_PATHS:
+        if scope["path"].removeprefix(self._access.root_path) not in OPEN_PATHS:
             scope["tenant"] = self._check_key(_values(scope, b"authorization"))
         length = _values(scope, b"content-length")
         if length and _values(scope, b"transfer-encoding"):  # a proxy might go by the other one
@@ -114,6 +115,8 @@ class Guard:
         """Browsers say which page is asking; only our own page and those on the list may."""
         for value in given:
             origin = value.decode("latin-1").lower()
+            if "*" in self._access.origins:
+                continue
             if origin not in self._access.origins and origin not in (f"http://{host}", f"https://{host}"):
                 raise ApiError(403, "pages of that origin may not use this server", "unknown_origin")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -21,8 +22,16 @@ class Server(uvicorn.Server):
     With `exit_on_death` it also ends when the engine has, so that whoever supervises the process starts it again."""
 
     def __init__(
-        self, application: Application, host: str, port: int, drain: float = 30.0, *, exit_on_death: bool = True
+        self,
+        application: Application,
+        host: str,
+        port: int,
+        drain: float = 30.0,
+        *,
+        exit_on_death: bool = True,
+        **settings: Any,
     ) -> None:
+        """`settings` of uvicorn's, as ssl_certfile."""
         config = uvicorn.Config(
             application.asgi,
             host=host,
@@ -36,6 +45,7 @@ class Server(uvicorn.Server):
             h11_max_incomplete_event_size=MAX_HEADERS,
             limit_concurrency=application.engine.capacity + 256,
             timeout_graceful_shutdown=FLUSH_SECONDS,
+            **settings,
         )
         super().__init__(config)
         self._engine = application.engine
