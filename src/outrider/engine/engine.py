@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,7 +57,6 @@ class Engine:
         self.lookahead = drafter.lookahead if drafter is not None else 0
         self.max_model_len = budget.max_model_len
         self.end_ids: frozenset[int] = frozenset()
-        self._grammars: Grammars | None = None  # made with the first guided request
         models = [target] if drafter is None else [target, drafter]
         shape = cache_shape(config, target, drafter, budget, MAX_FLYING)
         self.cache = Cache(shape, models, config.torch_device, next(target.parameters()).dtype)
@@ -94,9 +94,12 @@ class Engine:
 
     def guide(self, guided: Guided, prompt: Sequence[int] = ()) -> Guide:
         """What a guided request needs; a ValueError where it asks for what cannot be had."""
-        if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.end_ids)
-        return self._grammars.guide(guided, prompt)
+        return self.grammars.guide(guided, prompt)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Made with the first guided request."""
+        return Grammars(self.tokenizer, self.target.vocab_size, self.end_ids)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
