@@ -27,6 +27,7 @@ class Prompts:
         tokenizer = self.tokenizer_for("a chat")
         plain, pictures = pictures_of(messages)
         text = tokenizer.chat(plain, options)
+        self.check_text(text, "the conversation")
         if pictures:
             return {"prompt": text, "multi_modal_data": {"image": pictures}, "add_special_tokens": False}
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
@@ -39,7 +40,20 @@ class Prompts:
             if "prompt" not in prompt:
                 raise ValueError(f'{name} is a mapping without "prompt" or "prompt_token_ids": {sorted(prompt)}')
             return self.ids(prompt["prompt"], name)
-        return self.tokenizer_for(name).encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not isinstance(prompt, str):
+            return list(prompt)
+        self.check_text(prompt, name)
+        return self.tokenizer_for(name).encode(prompt)
+
+    def check_text(self, text: str, name: str) -> None:
+        """That it is not far too long, before it is encoded: that takes time and memory."""
+        if len(text) > self.max_model_len and self.tokenizer is not None:
+            most = self.max_model_len * self.tokenizer.longest
+            if len(text) > most:
+                raise ValueError(
+                    f"{name} has {len(text)} characters, and the context of {self.max_model_len} tokens holds at most "
+                    f"{most}: shorten it, or raise max_model_len"
+                )
 
     def check(self, ids: Sequence[int], name: str) -> None:
         """That a prompt's tokens are some, and that they leave room for an answer."""

@@ -87,10 +87,20 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if _LONE_SURROGATE.search(text):
             raise ValueError("the text holds half of a surrogate pair, which has no encoding; send valid Unicode")
-        if len(text) < LONG_TEXT:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # The same ids. This call lets other threads run meanwhile; encode() stops all of them until it is done.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            if len(text) < LONG_TEXT:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # The same ids. This call lets other threads run meanwhile; encode() stops all of them until it is done.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:  # the library's way to give up is none that anybody would catch
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError("the tokenizer cannot read this text: shorten it") from None
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters that one token can stand for, at most."""
+        return max((len(self.token_bytes(id)) for id in range(self.vocab_size)), default=1)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if len(ids) < LONG_TEXT:

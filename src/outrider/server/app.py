@@ -83,6 +83,7 @@ class Application:
         self.engine.start()
         yield
         self.engine.stop()
+        self.service.preparation.close()
 
 
 def _tenant(http: HttpRequest, body: Generation) -> str | None:
@@ -124,7 +125,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             text = tokenizer.chat(messages_of(body.messages), options)
             return tokenizer.encode(text, add_special_tokens=False)
 
-        tokens = await service.prepare(encode)
+        tokens = await service.prepare(encode, body)
         found = {"count": len(tokens), "max_model_len": service.prompts.max_model_len, "tokens": tokens}
         return found | ({"token_strs": [tokenizer.token(token) for token in tokens]} if body.return_token_strs else {})
 
@@ -135,7 +136,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         if tokenizer is None:
             raise bad_request("this model has no tokenizer")
         skip = body.skip_special_tokens
-        return {"prompt": await service.prepare(lambda: tokenizer.decode(body.tokens, skip_special_tokens=skip))}
+        text = await service.prepare(lambda: tokenizer.decode(body.tokens, skip_special_tokens=skip), body)
+        return {"prompt": text}
 
 
 def _add_status(app: FastAPI, service: Service) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,11 +18,11 @@ from outrider.server.engine_client import Asked, EngineClient
 from outrider.server.errors import ApiError, bad_request, clean
 from outrider.server.job import Job
 from outrider.server.parsers import ParserNames
+from outrider.server.preparation import Preparation, size_of
 from outrider.server.protocol import Piece
 from outrider.server.schema import Generation
 from outrider.tokenizer import Tokenizer
 
-PREPARATION_SECONDS = 30.0  # for the chat template and the tokenizer
 _SHARED = {each.name for each in fields(SamplingParams)} & set(Generation.model_fields) - {"prediction"}
 
 
@@ -35,6 +35,7 @@ class Service:
     model_name: str
     created: int
     parsers: ParserNames
+    preparation: Preparation = field(default_factory=Preparation)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -44,16 +45,13 @@ class Service:
         if name is not None and name != self.model_name:
             raise ApiError(404, f"there is no model {name!r} here, only {self.model_name}", "model_not_found", "model")
 
-    async def prepare(self, work: Callable[[], Any]) -> Any:
-        """Templates and tokenizers run beside the event loop; what they complain of is the client's to mend."""
-        try:
-            return await asyncio.wait_for(asyncio.to_thread(work), PREPARATION_SECONDS)
-        except TimeoutError:
-            raise bad_request("the prompt takes too long to prepare: shorten it") from None
-        except RecursionError:
-            raise bad_request("the request is nested too deeply") from None
-        except ValueError as error:
-            raise bad_request(clean(str(error), {self.engine.model.origin: self.model_name})) from error
+    async def prepare(self, work: Callable[[], Any], given: Any) -> Any:
+        """What comes of a template and a tokenizer, for what a client has given."""
+
+        def explain(error: ValueError) -> ApiError:
+            return bad_request(clean(str(error), {self.engine.model.origin: self.model_name}))
+
+        return await self.preparation.run(work, size_of(given), explain)
 
     async def submit(self, body: Generation, prompts: Sequence[Callable[[], Prompt]], params: SamplingParams) -> Job:
         """The job, accepted by the engine. Prompts are made here, after it is known that there is room for them."""
@@ -64,7 +62,7 @@ class Service:
 
         begin = time.monotonic()
         seconds = min(body.timeout or self.engine.limits.deadline, self.engine.limits.deadline)
-        asked = await self.prepare(make)
+        asked = await self.prepare(make, body)
         job = self.engine.submit(asked, begin + seconds, begin, streams=body.stream)
         try:
             await job.accepted()
