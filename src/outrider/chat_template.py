@@ -15,6 +15,7 @@ from outrider.template import TemplateError, Templates
 
 MAX_CHAT_LEN = 16 * 2**20  # characters a chat template may produce; a hostile template must not fill the memory
 
+MAX_IMAGES = 16  # in one conversation
 LONG_CHAT, MANY_MESSAGES = 2**16, 2**8  # characters and messages
 
 Messages = Sequence[Mapping[str, Any]]
@@ -174,6 +175,8 @@ def pictures_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
                 parts.append(part)
             message = {**message, "content": parts}
         plain.append(dict(message))
+    if len(pictures) > MAX_IMAGES:
+        raise ValueError(f"the conversation holds {len(pictures)} images; at most {MAX_IMAGES} are taken")
     return plain, pictures
 
 

@@ -3,6 +3,7 @@ context. Text and numbers alone: no model is needed, and no torch."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -79,6 +80,8 @@ class Prompts:
             self.tokenizer_for("a stop string")
         given = [*(params.logit_bias or {}), *(params.allowed_token_ids or []), *params.stop_token_ids]
         self.check_ids(given or [0], "logit_bias, allowed_token_ids or stop_token_ids")
+        if params.allowed_token_ids is not None:  # each id once, and as the engine takes it up soonest
+            params = replace(params, allowed_token_ids=array("q", sorted(set(params.allowed_token_ids))))
         if params.bad_words:
             params = replace(params, bad_words=self._bad_words(params))
         if params.prediction and params.num_speculative_tokens != 0:

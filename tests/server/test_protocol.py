@@ -51,7 +51,9 @@ def test_a_piece_arrives_as_it_was(piece: Piece) -> None:
     there.send(Brought(7, False, [piece.packed()], [3]))
     message = here.receive()
     assert (message.num_steps, message.closed) == (7, [3])
-    assert Piece.unpacked(message.pieces[0]) == piece
+    arrived = Piece.unpacked(message.pieces[0])
+    assert arrived.prompt_rows() == [each for each in piece.prompt_logprobs or () if each is not None]
+    assert replace(arrived, prompt_logprobs=piece.prompt_logprobs) == piece
 
 
 def test_what_two_steps_brought_is_joined() -> None:

@@ -4,6 +4,7 @@ Decoding goes first, then prompts in order of arrival; when pages run out, the y
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from outrider.engine.pages import PagePool, page_hashes, root_of
 from outrider.engine.request import Request, Status, Work
 from outrider.engine.snapshots import Snapshots, Wanted
+
+MAX_FIGURES = 2**13  # log-probabilities of one prompt that are made in a round: some twenty milliseconds
 
 Follows = Callable[[int], bool]
 
@@ -156,7 +159,7 @@ class Scheduler:
         if request.most_judged is not None and not request.draft_is_predicted:
             waiting = min(waiting, request.most_judged)
         num_drafts = min(waiting, remaining - 1, max(self.limits.lookahead, budget // num_left - 1))
-        num_rows = request.whole(start, min(pending + max(num_drafts, 0), budget))
+        num_rows = request.whole(start, min(pending + max(num_drafts, 0), budget, _most_rows(request)))
         return _rows_of(request, start, num_rows, pending, depth)
 
     def _reserve(self, request: Request, work: Work, plan: list[Work], *, may_preempt: bool) -> bool:
@@ -181,7 +184,7 @@ class Scheduler:
         reused = self._match(request, names)
         start = len(reused) * self.limits.page_size
         pending = len(request.tokens) - start
-        num_rows = request.whole(start, min(pending, budget))
+        num_rows = request.whole(start, min(pending, budget, _most_rows(request)))
         fresh = self.pool.allocate(self._pages_for(len(request.tokens)) - len(reused))
         if fresh is None:  # not before the whole of it fits, or it would soon be sent back
             self.pool.release(reused)
@@ -310,6 +313,14 @@ def _rows_of(request: Request, start: int, num_rows: int, num_known: int, depth:
         depth=depth if emits else 0,
         admission=request.num_admissions,
     )
+
+
+def _most_rows(request: Request) -> int:
+    """Rows of one round: log-probabilities of a prompt are made on the host, while everybody waits."""
+    wanted = request.params.prompt_logprobs
+    if wanted is None or len(request.prompt_logprobs) >= len(request.prompt):
+        return sys.maxsize
+    return max(MAX_FIGURES // (1 + wanted), 1)
 
 
 def _is_reading(request: Request) -> bool:

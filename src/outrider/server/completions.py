@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -30,7 +31,7 @@ from outrider.server.schema import CompletionRequest
 from outrider.tokenizer import Detokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-MAX_ECHOED = 2**20  # log-probabilities of prompts in one answer
+MAX_ECHOED = 2**18  # log-probabilities of prompts in one answer
 
 
 async def start_completion(service: Service, body: CompletionRequest, tenant: str | None) -> Job:
@@ -65,7 +66,11 @@ def _maker(prompt: str | list[int]) -> Callable[[], Prompt]:
 
 async def whole_completion(http: HttpRequest, service: Service, body: CompletionRequest, job: Job) -> dict[str, Any]:
     outputs = await finished(http, service, job)
-    choices = [_choice(service, body, output, job.prompt_of(output.index)) for output in outputs]
+
+    def choices_of() -> list[dict[str, Any]]:
+        return [_choice(service, body, output, job.prompt_of(output.index)) for output in outputs]
+
+    choices = await asyncio.to_thread(choices_of) if body.echo else choices_of()  # a prompt may be long
     return {
         **_head(service, job),
         "choices": choices,
@@ -175,8 +180,7 @@ def _with_prompt(
         "top_logprobs": [None],
         "text_offset": [0],
     }
-    rows = [row for row in piece.prompt_logprobs or () if row is not None]
-    others = _logprobs(body, prompt[1:], rows, offsets[1:])
+    others = _logprobs(body, prompt[1:], piece.prompt_rows(), offsets[1:])
     assert others is not None
     return {name: [*first[name], *others[name], *logprobs[name]] for name in logprobs}
 
