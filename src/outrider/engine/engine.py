@@ -3,11 +3,11 @@ A round is launched, then its outcome is read; on a GPU the next one is launched
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -89,6 +89,8 @@ class Engine:
         self._max_flying = 1 if config.torch_device.type == "cpu" and self._graphs is None else MAX_FLYING
         self._flights: deque[Flight] = deque()
         self.clock, self._landed_at = clock, 0.0
+        self._grammars: Grammars | None = None
+        self._making_grammars = threading.Lock()
 
     # requests come and go
 
@@ -96,10 +98,13 @@ class Engine:
         """What a guided request needs; a ValueError where it asks for what cannot be had."""
         return self.grammars.guide(guided, prompt)
 
-    @cached_property
+    @property
     def grammars(self) -> Grammars:
-        """Made with the first guided request."""
-        return Grammars(self.tokenizer, self.target.vocab_size, self.end_ids)
+        """Made with the first guided request, by whichever thread prepares it."""
+        with self._making_grammars:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.end_ids)
+            return self._grammars
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -383,6 +388,8 @@ class Engine:
 
     def close(self) -> None:
         self.cache.free()
+        if self._grammars is not None:
+            self._grammars.trial.close()
 
 
 def _waits_for_outcome(request: Request) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.engine.ending import BYTES_PER_TOKEN, Countdown, Ending
 from outrider.engine.forced import certain_text
 from outrider.engine.grammar_compiler import Dialect, GrammarCompiler, import_xgrammar, is_json
+from outrider.engine.grammar_trial import GrammarTrial
 from outrider.engine.masks import Unfilled, fill_masks, mask_of
 from outrider.engine.vocabulary import Spelling, Vocabulary, begun_of, is_past
 from outrider.sampling_params import PROMPT_TAIL, Guided
@@ -39,8 +40,9 @@ class Grammars:
             raise ValueError("guided needs a token that ends a text, and this model names none: leave guided out")
         self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer, vocab_size, end_ids)
-        self.words = self._vocabulary.words()
-        self._compiler = GrammarCompiler(self.words)
+        words = self._vocabulary.words()
+        self._compiler = GrammarCompiler(words)
+        self.trial = GrammarTrial(words)  # for grammars that a stranger has written
         self._spellings: dict[Dialect, Spelling] = {}
 
     @cached_property

@@ -47,7 +47,7 @@ class TrialLimits:
 class GrammarTrial:
     """One grammar after the other. The process starts with the first, and again after it had to end."""
 
-    def __init__(self, words: Callable[[], Words], limits: TrialLimits | None = None) -> None:
+    def __init__(self, words: Words, limits: TrialLimits | None = None) -> None:
         self._words, self._limits = words, limits or TrialLimits()
         self._lock, self._turn = threading.Lock(), threading.Lock()
         self._verdicts: OrderedDict[str, str | None] = OrderedDict()
@@ -81,10 +81,8 @@ class GrammarTrial:
             self._turn.release()
 
     def close(self) -> None:
-        """Also while a grammar is being tried: nobody waits for it any more."""
-        worker = self._worker
-        if worker is not None:
-            worker.kill()
+        with self._turn:
+            self._end()
 
     def _tried(self, guided: Guided) -> str | None:
         """Why it cannot be used."""
@@ -120,7 +118,7 @@ class GrammarTrial:
             theirs.close()
             self._connection = ours
             try:
-                ours.send(self._words())
+                ours.send(self._words)
                 if not ours.poll(START_SECONDS):
                     raise EOFError
                 ours.recv()

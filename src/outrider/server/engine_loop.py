@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.engine.grammar_trial import NICENESS, GrammarTrial
+from outrider.engine.grammar_trial import NICENESS
 from outrider.engine.request import Progress, Request
 from outrider.lanes import Lane
 from outrider.llm import LLM
@@ -84,7 +84,6 @@ class EngineLoop:
         self._metrics.watch(llm.engine)
         self._wake = threading.Condition()
         self._inbox: deque[_Message] = deque()  # guarded by _wake
-        self._trial = GrammarTrial(lambda: llm.engine.grammars.words)
         self._grammars = Lane("grammars", NUM_COMPILERS, MAX_GRAMMARS, niceness=NICENESS)
         self._images = Lane("images", NUM_VIEWERS, MAX_VIEWS)
         self._tasks: dict[int, Task] = {}
@@ -108,7 +107,6 @@ class EngineLoop:
         finally:
             self._grammars.close()
             self._images.close()
-            self._trial.close()
         return True
 
     def _receive(self) -> None:
@@ -188,7 +186,7 @@ class EngineLoop:
             return past_deadline()
         try:
             for guided in {id(each.guided): each.guided for each in asked.params if each.guided is not None}.values():
-                self._trial.check(guided)
+                self._engine.grammars.trial.check(guided)
             groups = [
                 self._llm.requests_for(prompt, params, number)
                 if isinstance(prompt, Mapping)

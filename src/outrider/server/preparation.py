@@ -60,7 +60,7 @@ def _size_of(given: Any) -> int:
     if isinstance(given, BaseModel):
         return sum(map(_size_of, vars(given).values()))
     if isinstance(given, Mapping):
-        return sum(map(len, given)) + sum(map(_size_of, given.values()))
+        return sum(map(_size_of, given)) + sum(map(_size_of, given.values()))
     if isinstance(given, list):
         return len(given) if given and isinstance(given[0], int) else sum(map(_size_of, given))
     return 1
