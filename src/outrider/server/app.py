@@ -47,6 +47,8 @@ from outrider.server.security import OPEN_PATHS, Access, Guard
 from outrider.server.tally import CONTENT_TYPE
 from outrider.tokenizer import Tokenizer
 
+SPARE_REQUESTS = 64  # beyond one for each sequence that may wait or run: those are turned away one by one
+
 
 class Application:
     """The service and the ASGI app in front of it."""
@@ -72,7 +74,7 @@ class Application:
         add_playground(app)
         if access.api_keys:
             add_security(app.openapi(), OPEN_PATHS)
-        guarded: ASGIApp = Guard(app, access)
+        guarded: ASGIApp = Guard(app, access, engine.capacity + SPARE_REQUESTS)
         if access.origins:  # outside of the guard: a preflight request carries no key
             origins = sorted(access.origins)
             guarded = CORSMiddleware(guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -192,15 +193,21 @@ def serve_command(
         reasons = {"tools": tools.reason, "reasoning": reasoning.reason}
         log("parsers", tools=tools.name, reasoning=reasoning.name, because=reasons)
         log("memory", **model.memory)
-        show_memory_table(consoles.about, model.memory_rows)
+        with suppress(OSError):  # standard error may be full, as on a disk that is; that is no reason to end
+            show_memory_table(consoles.about, model.memory_rows)
         engine = EngineClient(host.link, model, served, limits, host.why_ended)
         application = Application(engine, tokenizer, served, access, ParserNames(tools.name, reasoning.name))
         port = port_of(sockets)
-        log("listening", host=given.host, port=port, model=served, max_model_len=model.max_model_len)
         url = f"http://{f'[{given.host}]' if ':' in given.host else given.host}:{port}"
-        show_note(consoles.about, f"{served} at {url}/v1, playground at {url}/")
+
+        def on_listening() -> None:
+            log("listening", host=given.host, port=port, model=served, max_model_len=model.max_model_len)
+            with suppress(OSError):
+                show_note(consoles.about, f"{served} at {url}/v1, playground at {url}/")
+
         exits, drain = limit_options.exit_on_engine_death, limit_options.shutdown_timeout
-        Server(application, given.host, port, drain, exit_on_death=exits).run(sockets=sockets)
+        server = Server(application, given.host, port, drain, exit_on_death=exits, on_listening=on_listening)
+        server.run(sockets=sockets)
         host.close()
         log("ended")
         if engine.is_dead:

@@ -16,7 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.server.errors import ApiError, bad_request
+from outrider.overload import OverloadError
+from outrider.server.errors import ApiError, bad_request, overloaded
 from outrider.server.playground import ASSETS
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/decode", *ASSETS})
@@ -70,8 +71,9 @@ def is_loopback(host: str) -> bool:
 class Guard:
     """ASGI middleware around everything else."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, max_requests: int) -> None:
         self._app, self._access = app, access
+        self._num_requests, self._max_requests = 0, max_requests  # under way; health is not counted
         self._digests = [_digest(key.encode()) for key in access.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,13 +87,21 @@ class Guard:
             headers = error.headers | {"Connection": "close"}  # nothing more of what may follow is read
             return await JSONResponse(error.body, error.status, headers)(scope, receive, send)
         limited = _Limited(receive, self._access)
-        return await self._app(scope, limited, send)
+        if scope["path"] in OPEN_PATHS:
+            return await self._app(scope, limited, send)
+        self._num_requests += 1
+        try:
+            return await self._app(scope, limited, send)
+        finally:
+            self._num_requests -= 1
 
     def _check(self, scope: Scope) -> None:
         host = self._check_host(_values(scope, b"host"))
         self._check_origin(_values(scope, b"origin"), host)
         if scope["path"] not in OPEN_PATHS:
             scope["tenant"] = self._check_key(_values(scope, b"authorization"))
+            if self._num_requests >= self._max_requests:
+                raise overloaded(OverloadError("too many requests at once: try again later"))
         length = _values(scope, b"content-length")
         if length and _values(scope, b"transfer-encoding"):  # a proxy might go by the other one
             raise bad_request("the request must not have both Content-Length and Transfer-Encoding")
