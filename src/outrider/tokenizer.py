@@ -45,6 +45,7 @@ class Tokenizer:
         origin: str = "this tokenizer",
     ) -> None:
         self._backend = backend
+        self._texts: dict[int, str] = {}  # of tokens, as far as somebody has asked
         self._special_tokens = dict(special_tokens or {})  # "bos_token" -> "<s>", as templates see them
         self._chat = ChatTemplates(templates or {}, self._special_tokens, origin)
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -109,7 +110,10 @@ class Tokenizer:
 
     def token(self, id: int) -> str:
         """The text of one token, leading space included. Part of a character shows as U+FFFD, an unused id as ""."""
-        return self.token_bytes(id).decode("utf-8", errors="replace")
+        text = self._texts.get(id)
+        if text is None:
+            text = self._texts[id] = self.token_bytes(id).decode("utf-8", errors="replace")
+        return text
 
     def token_bytes(self, id: int) -> bytes:
         """What one token adds to the text, as bytes: a token may be part of a character."""

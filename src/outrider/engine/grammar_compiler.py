@@ -49,23 +49,15 @@ class GrammarCompiler:
         self._words = words
 
     def compile(self, guided: Guided) -> xgrammar.CompiledGrammar:
-        compiler = self.dialect(guided).compiler
+        compiler, text = self.dialect(guided).compiler, grammar_text(guided)
         try:
-            if guided.json_object:
-                return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=guided.max_whitespace)
-            if guided.json_schema is not None:
-                schema = schema_text(guided.json_schema)
-                return compiler.compile_json_schema(schema, max_whitespace_cnt=guided.max_whitespace)
+            if is_json(guided):
+                return compiler.compile_json_schema(text, max_whitespace_cnt=guided.max_whitespace)
             if guided.regex is not None:
-                check_regex(guided.regex)
-                return compiler.compile_regex(guided.regex)
-            if guided.choice is not None:
-                return compiler.compile_grammar(choice_grammar(guided.choice))
+                return compiler.compile_regex(text)
             if guided.structural_tag is not None:
-                return compiler.compile_structural_tag(tag_text(guided.structural_tag, guided.max_whitespace))
-            assert guided.grammar is not None
-            check_grammar(guided.grammar)
-            return compiler.compile_grammar(guided.grammar)
+                return compiler.compile_structural_tag(text)
+            return compiler.compile_grammar(text)
         except RuntimeError as error:  # what xgrammar raises for all that it cannot read
             reason = re.sub(r"^\[[\d:]+\] \S+: (Check failed: \(.*?\) is false: )?", "", str(error).strip())[:300]
             raise ValueError(f"guided: the {guided.kind} cannot be used ({reason}); correct it") from error
@@ -108,6 +100,25 @@ class GrammarCompiler:
         )
         compiler = xgrammar.GrammarCompiler(info, max_threads=NUM_THREADS, cache_limit_bytes=CACHE_BYTES)
         return Dialect(compiler, barred, special)
+
+
+def grammar_text(guided: Guided) -> str:
+    """What is compiled: a schema, a regular expression, a structural tag or a grammar, checked as far as can be told
+    without compiling it."""
+    if guided.json_object:
+        return '{"type": "object"}'
+    if guided.json_schema is not None:
+        return schema_text(guided.json_schema)
+    if guided.regex is not None:
+        check_regex(guided.regex)
+        return guided.regex
+    if guided.choice is not None:
+        return choice_grammar(guided.choice)
+    if guided.structural_tag is not None:
+        return tag_text(guided.structural_tag, guided.max_whitespace)
+    assert guided.grammar is not None
+    check_grammar(guided.grammar)
+    return guided.grammar
 
 
 def is_json(guided: Guided) -> bool:

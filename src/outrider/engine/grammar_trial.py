@@ -5,7 +5,6 @@ This file is both ends."""
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing
 import os
 import random
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outrider.engine.grammar_compiler import GrammarCompiler, Words, import_xgrammar
+from outrider.engine.grammar_compiler import GrammarCompiler, Words, grammar_text, import_xgrammar
 from outrider.overload import OverloadError
 from outrider.sampling_params import Guided
 
@@ -58,7 +57,7 @@ class GrammarTrial:
         """A ValueError where a grammar cannot be used, OverloadError where too many others are being tried."""
         if guided.json_object or guided.choice is not None:
             return  # nothing that a client could make large
-        key = _key(guided)
+        key = f"{guided.kind} {guided.max_whitespace} {grammar_text(guided)}"  # what is too large ends here
         with self._lock:
             known, reason = key in self._verdicts, self._verdicts.get(key)
         if not known:
@@ -133,11 +132,6 @@ class GrammarTrial:
             self._worker.join()
             self._connection.close()
         self._worker = self._connection = None
-
-
-def _key(guided: Guided) -> str:
-    fields = (guided.json_schema, guided.regex, guided.grammar, guided.structural_tag, guided.max_whitespace)
-    return json.dumps(fields, default=dict)
 
 
 # in the process
