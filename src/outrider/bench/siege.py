@@ -85,31 +85,33 @@ def besiege(
 ) -> list[Assault]:
     expected = _plain_text(target)
     found = []
-    for number, attack in enumerate(attacks):
-        if progress is not None:
-            progress(attack.name, number, len(attacks))
-        found.append(_assault(target, attack, seconds, bounds, expected))
+    with victims(target.address) as others:
+        for number, attack in enumerate(attacks):
+            if progress is not None:
+                progress(attack.name, number, len(attacks))
+            others.seen()
+            before = target.memory() if target.memory is not None else 0
+            with _watched_memory(target) as memory:
+                siege = Siege(target.address, time.monotonic() + seconds)
+                attack.run(siege)
+                time.sleep(min(AFTER_SECONDS, seconds))
+                seen = others.seen()
+            grown = max(memory, default=before) - before if target.memory is not None else None
+            found.append(assault_of(attack.name, siege, seen, grown))
+            found[-1].failures += judge(found[-1], seen, bounds) + _after(target, expected)
     return found
 
 
-def _assault(target: Target, attack: Attack, seconds: float, bounds: Bounds, expected: str) -> Assault:
-    before = target.memory() if target.memory is not None else 0
-    with victims(target.address) as seen, _watched_memory(target) as memory:
-        siege = Siege(target.address, time.monotonic() + seconds)
-        attack.run(siege)
-        time.sleep(AFTER_SECONDS)
+def assault_of(name: str, siege: Siege, seen: Seen, grown: int | None) -> Assault:
     others = [each for kind, measured in seen.found.items() if kind != "health" for each in measured]
-    grown = max(memory, default=before) - before if target.memory is not None else None
-    found = Assault(
-        name=attack.name,
+    return Assault(
+        name=name,
         answers=dict(sorted(siege.answers.items())),
         num_others=len(others),
         plain=max((each.seconds for each in others), default=0.0),
         health=seen.worst("health"),
         memory=grown,
     )
-    found.failures += judge(found, seen, bounds) + _after(target, expected)
-    return found
 
 
 def judge(found: Assault, seen: Seen, bounds: Bounds) -> list[str]:

@@ -45,7 +45,7 @@ class Attack:
     run: Callable[[Siege], None]
 
 
-def _posts(path: str, num_clients: int, body_of: Callable[[int], dict[str, Any]]) -> Callable[[Siege], None]:
+def _posts(path: str, num_clients: int, body_of: Callable[[int], dict[str, Any] | bytes]) -> Callable[[Siege], None]:
     """So many clients send one request after the other, no two alike where the body depends on its number."""
 
     def run(siege: Siege) -> None:
@@ -55,7 +55,8 @@ def _posts(path: str, num_clients: int, body_of: Callable[[int], dict[str, Any]]
             while not siege.is_over:
                 with lock:
                     number = next(numbers)
-                body = json.dumps(siege.named(body_of(number))).encode()
+                made = body_of(number)
+                body = made if isinstance(made, bytes) else json.dumps(siege.named(made)).encode()
                 left = max(siege.until - time.monotonic(), 0.1)
                 answer = request(siege.address, "POST", path, body, timeout=left)
                 siege.answers[str(answer.status or "none in time")] += 1
@@ -96,16 +97,22 @@ def _counted(number: int) -> dict[str, Any]:
 
 
 def _heavy_schema(number: int) -> dict[str, Any]:
-    properties = {f"p{number}_{each}": {"type": "string", "maxLength": 400} for each in range(150)}
-    inner = {"type": "object", "properties": properties, "maxProperties": 8, "required": list(properties)[:100]}
-    return _completion(guided_json={"type": "object", "properties": {"a": inner, "b": inner}})(number)
+    """Fifteen kilobytes that take a minute."""
+
+    def counted(part: int) -> dict[str, Any]:
+        properties = {f"p{number}_{part}_{each}": {"type": "integer"} for each in range(60)}
+        return {"type": "object", "properties": properties, "maxProperties": 30}
+
+    return _completion(guided_json={"type": "object", "properties": {f"o{part}": counted(part) for part in range(8)}})(
+        number
+    )
 
 
 def _heavy_grammar(number: int) -> dict[str, Any]:
-    rules = [f'r{each} ::= [a-z]{{0,{4000 + number}}} "{each}" | [a-f0-9]{{1,4000}} "{number}"' for each in range(180)]
-    return _completion(guided_grammar="\n".join(["root ::= " + " | ".join(f"r{n}" for n in range(180)), *rules]))(
-        number
-    )
+    """Nine kilobytes that take gigabytes."""
+    rules = [f'r{each} ::= "' + f"{number}_{each}abcdef" * 25 + '"{0,16384}' for each in range(30)]
+    root = "root ::= " + " | ".join(f"r{each}" for each in range(30))
+    return _completion(guided_grammar="\n".join([root, *rules]))(number)
 
 
 @cache
@@ -135,6 +142,10 @@ def _long_chat(number: int) -> dict[str, Any]:
 def _spaces(number: int) -> dict[str, Any]:
     parts = [{"type": "text", "text": " " * 2**22}] * 3
     return {"messages": [{"role": "user", "content": parts}], "max_tokens": 2}
+
+
+def _numbers(number: int) -> bytes:
+    return b'{"prompt": [' + b"5," * 10_000_000 + b'5], "max_tokens": 2}'
 
 
 def _idle_connections(siege: Siege) -> None:
@@ -209,6 +220,7 @@ ATTACKS = (
         "allowed ids, a million alike",
         _posts(COMPLETIONS, 2, _completion(allowed_token_ids=[5] * 2**20, n=64, max_tokens=2)),
     ),
+    Attack("body of ten million numbers", _posts(COMPLETIONS, 2, _numbers)),
     Attack(
         "echo with log-probabilities",
         _posts(COMPLETIONS, 2, _completion(prompt=[5] * 500, echo=True, logprobs=100, n=5, max_tokens=1)),

@@ -21,7 +21,7 @@ def siege(
     base_url: RunningServer = None,
     model: ServedModel = None,
     api_key: ApiKey = None,
-    seconds: Seconds = 5.0,
+    seconds: Seconds = 4.0,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:

@@ -67,19 +67,29 @@ def request(address: Address, method: str, path: str, body: bytes | None = None,
     return Measured(begin, time.monotonic() - begin, status, text)
 
 
+class Victims:
+    """They are served all the time."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def seen(self) -> Seen:
+        """What they have seen since the last time, once those who wait have been answered."""
+        self._connection.send(None)
+        if not self._connection.poll(2 * TIMEOUT):
+            return Seen({"plain": [Measured(0, TIMEOUT, 0, "no answer")]})
+        return Seen(self._connection.recv())
+
+
 @contextmanager
-def victims(address: Address) -> Iterator[Seen]:
-    """They are served meanwhile. What they have seen is known when all of them have been answered."""
+def victims(address: Address) -> Iterator[Victims]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_main, args=(theirs, address), daemon=True)
     process.start()
-    seen = Seen()
     try:
         ours.recv()  # they have begun
-        yield seen
-        ours.send(None)
-        seen.found = ours.recv() if ours.poll(2 * TIMEOUT) else {"plain": [Measured(0, TIMEOUT, 0, "no answer")]}
+        yield Victims(ours)
     finally:
         process.kill()
         process.join()
@@ -94,19 +104,29 @@ def _main(connection: Connection, address: Address) -> None:
     if address.has_chat:
         kinds["chat"] = ("POST", "/v1/chat/completions", json.dumps(CHAT | named).encode())
     found: dict[str, list[Measured]] = {kind: [] for kind in kinds}
-    ended = threading.Event()
+    answered = threading.Condition()
 
     def ask(kind: str) -> None:
-        while not ended.is_set():
-            found[kind].append(request(address, *kinds[kind]))
-            ended.wait(PAUSE)
+        while True:
+            measured = request(address, *kinds[kind])
+            with answered:
+                found[kind].append(measured)
+                answered.notify_all()
+            time.sleep(PAUSE)
 
-    threads = [threading.Thread(target=ask, args=(kind,)) for kind in kinds]
-    for thread in threads:
-        thread.start()
+    for kind in kinds:
+        threading.Thread(target=ask, args=(kind,), daemon=True).start()
     connection.send(None)
-    connection.recv()
-    ended.set()
-    for thread in threads:
-        thread.join()
-    connection.send(found)
+    while True:
+        connection.recv()
+        with answered:
+            _wait_for_each(answered, found)
+            connection.send(found)
+            for measured in found.values():
+                measured.clear()
+
+
+def _wait_for_each(answered: threading.Condition, found: dict[str, list[Measured]]) -> None:
+    """Until one more of every kind has been answered: whatever was under way is then known."""
+    counts = {kind: len(measured) for kind, measured in found.items()}
+    answered.wait_for(lambda: all(len(found[kind]) > count for kind, count in counts.items()))

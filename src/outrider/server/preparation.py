@@ -47,20 +47,20 @@ class Preparation:
 
 
 def size_of(given: Any) -> int:
-    """About how many characters or tokens there are in what a client has sent."""
-    try:
-        return _size_of(given)
-    except RecursionError:
-        return LONG + 1
-
-
-def _size_of(given: Any) -> int:
-    if isinstance(given, str):
-        return len(given)
-    if isinstance(given, BaseModel):
-        return sum(map(_size_of, vars(given).values()))
-    if isinstance(given, Mapping):
-        return sum(map(_size_of, given)) + sum(map(_size_of, given.values()))
-    if isinstance(given, list):
-        return len(given) if given and isinstance(given[0], int) else sum(map(_size_of, given))
-    return 1
+    """About how many characters or tokens there are in what a client has sent, counted until it is long."""
+    size, left = 0, [given]
+    while left and size <= LONG:
+        each = left.pop()
+        if isinstance(each, str):
+            size += len(each)
+        elif isinstance(each, BaseModel):
+            left += vars(each).values()
+        elif isinstance(each, Mapping):
+            left += [*each, *each.values()]
+        elif isinstance(each, list) and each and isinstance(each[0], int):
+            size += len(each)
+        elif isinstance(each, list):
+            left += each
+        else:
+            size += 1
+    return size

@@ -24,6 +24,7 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/dec
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_BODY = 32 * 2**20
 BODY_SECONDS = 60.0
+MAX_VALUES = 2**21  # in a body, about: to read a million takes a tenth of a second, in which nothing else is done
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ class _Limited:
 
     def __init__(self, receive: Receive, access: Access) -> None:
         self._receive, self._left, self._limit = receive, access.max_body, access.max_body
+        self._values_left = MAX_VALUES
         self._until: float | None = time.monotonic() + access.body_seconds  # None: all of the body is here
 
     async def __call__(self) -> Message:
@@ -155,7 +157,11 @@ class _Limited:
                 message = await self._receive()
         except TimeoutError:  # FastAPI is reading, and would make a 400 of any other exception
             raise HTTPException(408, "the body did not come in time", {"Connection": "close"}) from None
-        self._left -= len(message.get("body", b""))
+        body = message.get("body", b"")
+        self._left -= len(body)
+        self._values_left -= body.count(b",") + body.count(b"[") + body.count(b"{")
+        if self._values_left < 0:
+            raise HTTPException(413, f"the request holds more than {MAX_VALUES} values", {"Connection": "close"})
         if self._left < 0:
             raise HTTPException(413, too_large(self._limit).message, {"Connection": "close"})
         if not message.get("more_body", False):
