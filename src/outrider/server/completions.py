@@ -68,6 +68,8 @@ async def whole_completion(http: HttpRequest, service: Service, body: Completion
     outputs = await finished(http, service, job)
 
     def choices_of() -> list[dict[str, Any]]:
+        for output in outputs:  # the first answer to a prompt has brought its log-probabilities
+            output.prompt_logprobs = outputs[output.index - output.index % body.n].prompt_logprobs
         return [_choice(service, body, output, job.prompt_of(output.index)) for output in outputs]
 
     choices = await asyncio.to_thread(choices_of) if body.echo else choices_of()  # a prompt may be long

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -193,6 +193,9 @@ class EngineLoop:
                 else self._llm.make_requests(prompt, params)
                 for number, (prompt, params) in enumerate(zip(asked.prompts, asked.params, strict=True))
             ]
+            for group in groups if not asked.streams else ():
+                for request in group[1:]:  # answers to one prompt: one of them brings its log-probabilities
+                    request.params = replace(request.params, prompt_logprobs=None)
             return [request for group in groups for request in group]
         except Exception as error:
             return self._refusal(error)
