@@ -10,6 +10,7 @@ import typer
 
 from outrider.bench.depth_command import depth
 from outrider.bench.server_commands import overhead, serve, soak
+from outrider.bench.siege_command import siege
 from outrider.bench.startup_command import startup
 from outrider.bench.traffic_command import traffic
 from outrider.commands import Group, add
@@ -258,6 +259,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "overhead": overhead,
     "soak": soak,
+    "siege": siege,
 }
 for _name, _command in COMMANDS.items():
     add(bench_app, _name, _command)
