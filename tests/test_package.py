@@ -69,7 +69,7 @@ def test_a_missing_or_broken_module_is_named(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(
         ValueError, match=r"an image needs the extra vision, and PIL is not installed: pip install '\.\[vi"
     ):
-        vision.open_picture(b"")
+        vision.open_pictures([b""])
     monkeypatch.delitem(sys.modules, "xgrammar")
     (tmp_path / "xgrammar.py").write_text("from json import nothing_of_that_name")
     monkeypatch.syspath_prepend(tmp_path)

@@ -11,9 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from outrider.overload import OverloadError
 from outrider.template import TemplateError, Templates
 
 MAX_CHAT_LEN = 16 * 2**20  # characters a chat template may produce; a hostile template must not fill the memory
+
+MAX_IMAGES = 16  # in one conversation
+LONG_CHAT, MANY_MESSAGES = 2**16, 2**8  # characters and messages
 
 Messages = Sequence[Mapping[str, Any]]
 _OWN = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -83,9 +87,12 @@ class ChatTemplates:
         origin = f"the chat template of {self.origin}" if is_own else "the given chat_template"
         try:
             if options.chat_template is None:
-                return self._own.render(self._name(options.tools), variables)
+                renderer = self._own_for_long if _is_long(messages) else self._own
+                return renderer.render(self._name(options.tools), variables)
             return self._renderer_of(options.chat_template).render("default", variables)
         except TemplateError as error:
+            if error.is_busy:
+                raise OverloadError(f"{error}: try again later") from error
             if error.is_source:
                 raise ValueError(f"{origin} does not parse ({error}); replace it") from error
             raise ValueError(f"{origin} failed on these messages ({error})") from error
@@ -94,6 +101,11 @@ class ChatTemplates:
 
     @cached_property
     def _own(self) -> Templates:
+        return Templates(self.sources, MAX_CHAT_LEN)
+
+    @cached_property
+    def _own_for_long(self) -> Templates:
+        """One after the other is rendered, and nobody should wait for a book."""
         return Templates(self.sources, MAX_CHAT_LEN)
 
     def _renderer_of(self, source: str) -> Templates:
@@ -113,6 +125,10 @@ class ChatTemplates:
             known = ", ".join(sorted(self.sources))
             raise ValueError(f"{self.origin} has no default chat template, only {known}; name one of them 'default'")
         return name
+
+
+def _is_long(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return len(messages) > MANY_MESSAGES or sum(len(str(each.get("content"))) for each in messages) > LONG_CHAT
 
 
 def plain_messages(messages: Messages) -> list[dict[str, Any]]:
@@ -170,6 +186,8 @@ def pictures_of(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
                 parts.append(part)
             message = {**message, "content": parts}
         plain.append(dict(message))
+    if len(pictures) > MAX_IMAGES:
+        raise ValueError(f"the conversation holds {len(pictures)} images; at most {MAX_IMAGES} are taken")
     return plain, pictures
 
 

@@ -115,7 +115,7 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self.prompts = Prompts(self.tokenizer, self.target.vocab_size, self.max_model_len, str(self.config.model))
         self._shared = SharedEngine(self.engine, self.config.torch_device)
-        self._preparing = threading.Lock()  # grammars are compiled one at a time, and the vision tower is loaded once
+        self._compiling, self._seeing = threading.Lock(), threading.Lock()  # one grammar at a time, and one image
         self._ids = itertools.count()
         self._figures = Figures(str(target))
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -358,7 +358,7 @@ class LLM:
 
     def _guide(self, params: SamplingParams, prompt: Sequence[int]) -> Guide:
         assert params.guided is not None
-        with self._preparing:
+        with self._compiling:
             guide = self.engine.guide(params.guided, prompt)
         room = self.max_model_len - len(prompt)
         guide.end_within(room if params.max_tokens is None else min(room, params.max_tokens))
@@ -396,7 +396,7 @@ class LLM:
         return prompt_with_images(given, pictures, self._vision_tower(), tokenizer, add_special_tokens=special)
 
     def _vision_tower(self) -> VisionTower:
-        with self._preparing:
+        with self._seeing:
             if self._tower is None:
                 checkpoint = open_checkpoint(self.config.model)
                 try:

@@ -3,6 +3,7 @@ context. Text and numbers alone: no model is needed, and no torch."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,7 @@ class Prompts:
         tokenizer = self.tokenizer_for("a chat")
         plain, pictures = pictures_of(messages)
         text = tokenizer.chat(plain, options)
+        self.check_text(text, "the conversation")
         if pictures:
             return {"prompt": text, "multi_modal_data": {"image": pictures}, "add_special_tokens": False}
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
@@ -47,7 +49,20 @@ class Prompts:
             if isinstance(prompt["prompt"], str) and not prompt.get("add_special_tokens", True):
                 return self.tokenizer_for(name).encode(prompt["prompt"], add_special_tokens=False)
             return self.ids(prompt["prompt"], name)
-        return self.tokenizer_for(name).encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not isinstance(prompt, str):
+            return list(prompt)
+        self.check_text(prompt, name)
+        return self.tokenizer_for(name).encode(prompt)
+
+    def check_text(self, text: str, name: str) -> None:
+        """That it is not far too long, before it is encoded: that takes time and memory."""
+        if len(text) > self.max_model_len and self.tokenizer is not None:
+            most = self.max_model_len * self.tokenizer.longest
+            if len(text) > most:
+                raise ContextOverflowError(
+                    f"{name} has {len(text)} characters; this model's maximum context length is {self.max_model_len} "
+                    f"tokens, which hold at most {most}: shorten it, or raise max_model_len"
+                )
 
     def check(self, ids: Sequence[int], name: str) -> None:
         """That a prompt's tokens are some, and that they leave room for an answer."""
@@ -77,6 +92,8 @@ class Prompts:
             self.tokenizer_for("a stop string")
         given = [*(params.logit_bias or {}), *(params.allowed_token_ids or []), *params.stop_token_ids]
         self.check_ids(given or [0], "logit_bias, allowed_token_ids or stop_token_ids")
+        if params.allowed_token_ids is not None:  # each id once, and as the engine takes it up soonest
+            params = replace(params, allowed_token_ids=array("q", sorted(set(params.allowed_token_ids))))
         if params.bad_words:
             params = replace(params, bad_words=self._bad_words(params))
         if params.prediction and params.num_speculative_tokens != 0:

@@ -30,11 +30,11 @@ _LAUNCH = "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[
 
 
 class TemplateError(ValueError):
-    """A template does not parse (`is_source`), or failed on what it was given."""
+    """A template does not parse (`is_source`), failed on what it was given, or was not tried at all (`is_busy`)."""
 
-    def __init__(self, reason: str, is_source: bool = False) -> None:
+    def __init__(self, reason: str, is_source: bool = False, is_busy: bool = False) -> None:
         super().__init__(reason)
-        self.is_source = is_source
+        self.is_source, self.is_busy = is_source, is_busy
 
 
 class Templates:
@@ -51,7 +51,7 @@ class Templates:
         """Variables are data: what JSON can hold."""
         question = json.dumps([name, variables], default=_plain).encode()
         if not self._lock.acquire(timeout=self._seconds):
-            raise TemplateError("other conversations take too long in it")
+            raise TemplateError("other conversations take too long in the chat template", is_busy=True)
         try:
             return _text_of(self._ask(question))
         finally:
@@ -81,7 +81,7 @@ class Templates:
             ready = _exchange(worker, json.dumps([self._sources, self._max_len]).encode(), START_SECONDS)
         except (OSError, ValueError):
             self._end_worker()
-            raise TemplateError("the process for chat templates did not come up") from None
+            raise TemplateError("the process for chat templates did not come up", is_busy=True) from None
         if ready is not None:
             self._end_worker()
             raise TemplateError(ready, is_source=True)

@@ -45,6 +45,7 @@ class Tokenizer:
         origin: str = "this tokenizer",
     ) -> None:
         self._backend = backend
+        self._texts: dict[int, str] = {}  # of tokens, as far as somebody has asked
         self._special_tokens = dict(special_tokens or {})  # "bos_token" -> "<s>", as templates see them
         self._chat = ChatTemplates(templates or {}, self._special_tokens, origin)
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -96,10 +97,20 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if _LONE_SURROGATE.search(text):
             raise ValueError("the text holds half of a surrogate pair, which has no encoding; send valid Unicode")
-        if len(text) < LONG_TEXT:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # The same ids. This call lets other threads run meanwhile; encode() stops all of them until it is done.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        try:
+            if len(text) < LONG_TEXT:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # The same ids. This call lets other threads run meanwhile; encode() stops all of them until it is done.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except BaseException as error:  # the library's way to give up is none that anybody would catch
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError("the tokenizer cannot read this text: shorten it") from None
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters that one token can stand for, at most."""
+        return max((len(self.token_bytes(id)) for id in range(self.vocab_size)), default=1)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if len(ids) < LONG_TEXT:
@@ -108,7 +119,10 @@ class Tokenizer:
 
     def token(self, id: int) -> str:
         """The text of one token, leading space included. Part of a character shows as U+FFFD, an unused id as ""."""
-        return self.token_bytes(id).decode("utf-8", errors="replace")
+        text = self._texts.get(id)
+        if text is None:
+            text = self._texts[id] = self.token_bytes(id).decode("utf-8", errors="replace")
+        return text
 
     def token_bytes(self, id: int) -> bytes:
         """What one token adds to the text, as bytes: a token may be part of a character."""

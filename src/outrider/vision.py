@@ -7,6 +7,7 @@ import base64
 import binascii
 import hashlib
 import io
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from outrider.chat_template import MAX_IMAGES
 from outrider.engine.finite import FiniteCheck, check_kind
 from outrider.extras import extra_missing
 from outrider.models.base import Target, Vision
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Picture = Any  # a PIL image, a path, the bytes of a file, or a data: URL
-MAX_PIXELS = 64 * 2**20
+MAX_PIXELS = 64 * 2**20  # of all images of a prompt: decoded they take four bytes each, whatever their files take
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others are rare, and so are the eyes on their decoders
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class VisionTower:
 
     @torch.inference_mode()
     def encode(self, pictures: Sequence[Picture]) -> Encoded:
-        inputs = self._processor(images=[open_picture(picture) for picture in pictures], return_tensors="pt")
+        inputs = self._processor(images=open_pictures(pictures), return_tensors="pt")
         weight = next(self._model.parameters())
         tensors = {
             name: value.to(weight.device, weight.dtype if value.is_floating_point() else None)
@@ -113,14 +116,33 @@ def vision_of(target: Target) -> Vision:
     return target.vision
 
 
-def open_picture(picture: Picture) -> Image:
-    """Reads an image. Nothing is fetched: a URL must be a data: URL, which holds the image itself."""
+def open_pictures(pictures: Sequence[Picture]) -> list[Image]:
+    """Reads images. Nothing is fetched: a URL must be a data: URL, which holds the image itself. Nothing is decoded
+    before it is known from their headers that all of them together are not too large."""
+    if len(pictures) > MAX_IMAGES:
+        raise ValueError(f"{len(pictures)} images in one prompt; at most {MAX_IMAGES} are taken")
+    opened = [_opened(picture) for picture in pictures]
+    num_pixels = sum(image.width * image.height for image in opened)
+    if num_pixels > MAX_PIXELS:
+        sizes = ", ".join(f"{image.width} x {image.height}" for image in opened[:4])
+        raise ValueError(
+            f"the images of a prompt ({sizes}{', ...' * (len(opened) > 4)}) have {num_pixels} pixels; "
+            f"{MAX_PIXELS} are taken at most: make them smaller"
+        )
     try:
-        from PIL import Image, UnidentifiedImageError
+        return [image.convert("RGB") for image in opened]
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ValueError(f"an image cannot be read: {error}") from error
+
+
+def _opened(picture: Picture) -> Image:
+    """Its header has been read."""
+    try:
+        from PIL import Image
     except ImportError as error:
         raise extra_missing("an image", "vision", error) from error
     if isinstance(picture, Image.Image):
-        return picture.convert("RGB")
+        return picture
     source: Any = picture
     if isinstance(picture, str) and picture.startswith("data:"):
         source = io.BytesIO(_data_of(picture))
@@ -134,11 +156,10 @@ def open_picture(picture: Picture) -> Image:
     else:
         raise ValueError(f"an image must be a PIL image, a path, bytes or a data: URL, not {type(picture).__name__}")
     try:
-        image = Image.open(source)
-        if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f"an image of {image.width} x {image.height} is too large: {MAX_PIXELS} pixels at most")
-        return image.convert("RGB")
-    except (UnidentifiedImageError, OSError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own bound is lower
+            return Image.open(source, formats=FORMATS)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"an image cannot be read: {error}") from error
 
 

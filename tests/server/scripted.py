@@ -4,6 +4,7 @@ accepted run holds. All else is real: masks, verification, commits, the engine's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -51,6 +52,11 @@ class ScriptGuide:
     def __init__(self, script: Script, vocabulary: Vocabulary, own: Guide | None) -> None:
         self._script, self._vocabulary, self._own = script.tokens, vocabulary, own
         self._num_said = 0
+
+    is_too_slow = False
+
+    def timed(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def accept(self, token: int) -> bool:
         self._num_said += 1

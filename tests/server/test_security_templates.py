@@ -103,7 +103,9 @@ def test_a_models_endless_template_over_http(serve: Serve, llm: LLM, monkeypatch
             begin = time.monotonic()
             chats = [pool.submit(running.post, PATH, CHAT) for _ in range(3)]
             assert running.post("/v1/completions", {"prompt": "Hello", "max_tokens": 2}).status_code == 200
-            assert {chat.result().status_code for chat in chats} == {400}
+            answers = [chat.result() for chat in chats]
+            assert {answer.status_code for answer in answers} <= {400, 503}  # it failed, or nobody had time for it
+            assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 503)
         assert time.monotonic() - begin < 15
         monkeypatch.undo()
         assert running.post(PATH, CHAT).status_code == 200

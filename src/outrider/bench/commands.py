@@ -10,6 +10,7 @@ import typer
 
 from outrider.bench.depth_command import depth
 from outrider.bench.server_commands import overhead, serve, soak
+from outrider.bench.siege_command import siege
 from outrider.bench.startup_command import startup
 from outrider.bench.traffic_command import traffic
 from outrider.certify.fuzz_command import fuzz
@@ -260,6 +261,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "overhead": overhead,
     "soak": soak,
     "fuzz": fuzz,
+    "siege": siege,
 }
 for _name, _command in COMMANDS.items():
     add(bench_app, _name, _command)

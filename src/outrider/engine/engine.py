@@ -3,6 +3,7 @@ A round is launched, then its outcome is read; on a GPU the next one is launched
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -54,7 +55,6 @@ class Engine:
         drafter, self.lookahead = drafting.drafter, drafting.lookahead
         self.max_model_len = budget.max_model_len
         self.end_ids: frozenset[int] = frozenset()
-        self._grammars: Grammars | None = None  # made with the first guided request
         models = [target] if drafter is None else [target, drafter]
         shape = cache_shape(config, target, drafter, budget, MAX_FLYING)
         self.cache = Cache(shape, models, config.torch_device, next(target.parameters()).dtype)
@@ -86,6 +86,8 @@ class Engine:
         self._max_flying = 1 if config.torch_device.type == "cpu" and self.graphs is None else MAX_FLYING
         self._flights: deque[Flight] = deque()
         self.stopwatch = Stopwatch()
+        self._grammars: Grammars | None = None
+        self._making_grammars = threading.Lock()
 
     @staticmethod
     def recorder(config: EngineConfig) -> type[Graphs] | None:
@@ -96,9 +98,15 @@ class Engine:
 
     def guide(self, guided: Guided, prompt: Sequence[int] = ()) -> Guide:
         """What a guided request needs; a ValueError where it asks for what cannot be had."""
-        if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.end_ids)
-        return self._grammars.guide(guided, prompt)
+        return self.grammars.guide(guided, prompt)
+
+    @property
+    def grammars(self) -> Grammars:
+        """Made with the first guided request, by whichever thread prepares it."""
+        with self._making_grammars:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.end_ids)
+            return self._grammars
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -330,6 +338,8 @@ class Engine:
 
     def close(self) -> None:
         self.cache.free()
+        if self._grammars is not None:
+            self._grammars.trial.close()
 
 
 def _waits_for_outcome(request: Request) -> bool:

@@ -1,38 +1,33 @@
 """Structured output: what a grammar allows after every row of a draft, and how far an answer has come in it.
-xgrammar does the matching; grammar_limits.py bounds what it is given: a compilation cannot be cut short."""
+xgrammar does the matching."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from outrider.engine.ending import BYTES_PER_TOKEN, Countdown, Ending
 from outrider.engine.forced import certain_text
-from outrider.engine.grammar_limits import MAX_GRAMMAR_LEN, check_grammar, check_regex, schema_text, tag_text
+from outrider.engine.grammar_compiler import Dialect, GrammarCompiler, import_xgrammar, is_json
+from outrider.engine.grammar_trial import GrammarTrial
 from outrider.engine.masks import Unfilled, fill_masks, mask_of
 from outrider.engine.vocabulary import Spelling, Vocabulary, begun_of, is_past
-from outrider.extras import extra_missing
 from outrider.sampling_params import PROMPT_TAIL, Guided
 from outrider.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import xgrammar
 
-MAX_CHOICES = 2**10
 MAX_MARKER_LEN = 2**8
-CACHE_BYTES = 2**26
-
-
-class _Compiler(NamedTuple):
-    compiler: xgrammar.GrammarCompiler
-    barred: frozenset[int]  # ids that no answer may hold
-    spelling: Spelling  # without those
+# What an answer may take of everybody's time, in seconds of computing: honest grammars take a hundredth of it.
+SECONDS_PER_ANSWER, SECONDS_PER_TOKEN = 0.5, 0.005
 
 
 class Grammars:
@@ -43,61 +38,31 @@ class Grammars:
             raise ValueError("guided needs a tokenizer, and this model has none: leave guided out")
         if not end_ids:
             raise ValueError("guided needs a token that ends a text, and this model names none: leave guided out")
-        _xgrammar()  # or an error that says how to get it
-        self._tokenizer, self._end_ids = tokenizer, end_ids
+        self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer, vocab_size, end_ids)
-        # special tokens are no text, and so never part of an answer; the head may be wider than the vocabulary
-        silent = {id for id in range(vocab_size) if tokenizer.is_silent(id, skip_special_tokens=True)}
-        self._silent = frozenset(silent - end_ids)
-
-    @cached_property
-    def _for_text(self) -> _Compiler:
-        return self._compiler(self._silent)
-
-    @cached_property
-    def _for_json(self) -> _Compiler:
-        return self._compiler(self._silent | self._control)
+        words = self._vocabulary.words()
+        self._compiler = GrammarCompiler(words)
+        self.trial = GrammarTrial(words)  # for grammars that a stranger has written
+        self._spellings: dict[Dialect, Spelling] = {}
 
     @cached_property
     def _ending(self) -> Ending:
-        return Ending(self._vocabulary, self._for_json.spelling)
+        return Ending(self._vocabulary, self._spelling(self._compiler.dialect(Guided(json_object=True))))
 
-    @cached_property
-    def _for_tags(self) -> _Compiler:
-        """Structural tags may ask for special tokens by their ids. These are spelt as bytes that no text has."""
-        unused = {id for id in self._silent if self._tokenizer.is_silent(id, skip_special_tokens=False)}
-        return self._compiler(self._control | unused, self._silent - unused)
-
-    @cached_property
-    def _control(self) -> frozenset[int]:
-        """Tokens that hold control characters: JSON needs none but line ends, and xgrammar, where a string's length is
-        bounded, would allow them in it."""
-        control = set(range(32)) - set(b"\n\r")
-        return frozenset(id for id, text in enumerate(self._vocabulary.spelt) if set(text) & control)
-
-    def _compiler(self, barred: frozenset[int], special: frozenset[int] = frozenset()) -> _Compiler:
-        xgrammar, size = _xgrammar(), self._vocabulary.size
-        vocabulary = list(self._vocabulary.spelt)
-        for id in special:
-            vocabulary[id] = b"\xff%d" % id
-        for id in barred | self._end_ids:
-            vocabulary[id] = b""
-        ends = sorted(self._end_ids)
-        info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=ends)
-        compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_limit_bytes=CACHE_BYTES)
-        return _Compiler(compiler, barred, Spelling(self._vocabulary, barred | special))
+    def _spelling(self, dialect: Dialect) -> Spelling:
+        if dialect not in self._spellings:
+            self._spellings[dialect] = Spelling(self._vocabulary, dialect.barred | dialect.special)
+        return self._spellings[dialect]
 
     def guide(self, guided: Guided, prompt: Sequence[int] = ()) -> Guide:
         """For one answer to a prompt, whose end may have opened the part that is free."""
         if max(len(guided.after or ""), len(guided.opening or "")) > MAX_MARKER_LEN:
             raise ValueError(f"guided: after or opening has more than {MAX_MARKER_LEN} characters; shorten it")
-        is_json = guided.json_object or guided.json_schema is not None
-        is_tag = guided.structural_tag is not None
-        chosen = self._for_tags if is_tag else self._for_json if is_json else self._for_text
-        matcher = _xgrammar().GrammarMatcher(self._compile(guided, chosen.compiler))
-        ending = self._ending if is_json and guided.close else None
-        words = self._vocabulary, chosen.spelling
-        guide = Guide(matcher, words, chosen.barred, self._freedom(guided, prompt), ending)
+        dialect = self._compiler.dialect(guided)
+        matcher = import_xgrammar().GrammarMatcher(self._compiler.compile(guided))
+        ending = self._ending if is_json(guided) and guided.close else None
+        words = self._vocabulary, self._spelling(dialect)
+        guide = Guide(matcher, words, dialect.barred, self._freedom(guided, prompt), ending)
         if guide.is_stuck:
             raise ValueError(f"guided: nothing this model can write satisfies the {guided.kind}; correct it")
         return guide
@@ -111,27 +76,6 @@ class Grammars:
         if tail.endswith(guided.after):  # opened and closed, as where reasoning is switched off
             return None
         return Freedom(guided.after.encode(), None if tail.endswith(guided.opening) else guided.opening.encode())
-
-    def _compile(self, guided: Guided, compiler: xgrammar.GrammarCompiler) -> xgrammar.CompiledGrammar:
-        try:
-            if guided.json_object:
-                return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=guided.max_whitespace)
-            if guided.json_schema is not None:
-                schema = schema_text(guided.json_schema)
-                return compiler.compile_json_schema(schema, max_whitespace_cnt=guided.max_whitespace)
-            if guided.regex is not None:
-                check_regex(guided.regex)
-                return compiler.compile_regex(guided.regex)
-            if guided.choice is not None:
-                return compiler.compile_grammar(choice_grammar(guided.choice))
-            if guided.structural_tag is not None:
-                return compiler.compile_structural_tag(tag_text(guided.structural_tag, guided.max_whitespace))
-            assert guided.grammar is not None
-            check_grammar(guided.grammar)
-            return compiler.compile_grammar(guided.grammar)
-        except RuntimeError as error:  # what xgrammar raises for all that it cannot read
-            reason = re.sub(r"^\[[\d:]+\] \S+: (Check failed: \(.*?\) is false: )?", "", str(error).strip())[:300]
-            raise ValueError(f"guided: the {guided.kind} cannot be used ({reason}); correct it") from error
 
 
 @dataclass(frozen=True)
@@ -176,6 +120,16 @@ class Guide:
             self._place = _Place()
         else:
             self._place = _Place(free=b"") if freedom.opening is None else _Place(begun=b"")
+        self._seconds_left = SECONDS_PER_ANSWER
+        self.is_too_slow = False  # its answer is to be failed
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """What is done in it is charged to the answer."""
+        begin = time.thread_time()
+        yield
+        self._seconds_left -= time.thread_time() - begin
+        self.is_too_slow |= self._seconds_left < 0
 
     def end_within(self, num_tokens: int) -> None:
         """Before the first token: so many may come, and an answer that is still open by then is closed."""
@@ -189,6 +143,11 @@ class Guide:
 
     def accept(self, token: int) -> bool:
         """Takes the next token of the answer; false, and nothing happens, where the grammar forbids it."""
+        self._seconds_left += SECONDS_PER_TOKEN
+        with self.timed():
+            return self._taken(token)
+
+    def _taken(self, token: int) -> bool:
         before, countdown = self._place, self._place.countdown
         if countdown is None or self._ending is None:
             return self._accept(token)
@@ -252,7 +211,7 @@ class Guide:
         place = self._place
         found: list[tuple[int, Tensor | Unfilled]] = []
         for row in range(len(draft) + 1):
-            if row and not self.accept(draft[row - 1]):
+            if row and not self._taken(draft[row - 1]):
                 break
             bits = self._mask()
             if bits is not None:
@@ -263,9 +222,10 @@ class Guide:
     def num_fitting(self, draft: Sequence[int]) -> int:
         """How many tokens of a draft the grammar allows, up to the first that it forbids."""
         place, count = self._place, 0
-        while count < len(draft) and self.accept(draft[count]):
-            count += 1
-        self._go_back(place)
+        with self.timed():
+            while count < len(draft) and self._taken(draft[count]):
+                count += 1
+            self._go_back(place)
         return count
 
     def forced(self, limit: int) -> list[int]:
@@ -323,26 +283,3 @@ class Guide:
 
     def _bound_bits(self) -> Tensor:
         return fill_masks([self._bound_mask()])[0]
-
-
-def choice_grammar(choices: Sequence[str]) -> str:
-    if not 0 < len(choices) <= MAX_CHOICES:
-        raise ValueError(f"guided: {len(choices)} choices; between 1 and {MAX_CHOICES} are taken")
-    if sum(map(len, choices)) > MAX_GRAMMAR_LEN:
-        raise ValueError(f"guided: the choices have more than {MAX_GRAMMAR_LEN} characters; shorten them")
-    return "root ::= " + " | ".join(f'"{"".join(map(_escaped, text))}"' for text in choices)
-
-
-def _escaped(character: str) -> str:
-    code = ord(character)
-    if code == 0 or 0xD800 <= code < 0xE000:
-        raise ValueError("guided: a choice holds a zero character or half of a surrogate pair; remove it")
-    return character if character.isascii() and character.isalnum() else f"\\U{code:08x}"
-
-
-def _xgrammar() -> Any:
-    try:
-        import xgrammar
-    except ImportError as error:
-        raise extra_missing("guided", "serve", error) from error
-    return xgrammar

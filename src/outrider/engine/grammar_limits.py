@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from outrider.engine.grammar_size import check_grammar_size, check_regex_size
 from outrider.engine.regex_dialect import check_dialect
 
 MAX_SCHEMA_LEN = 2**16  # characters
@@ -20,6 +21,7 @@ MAX_QUANTIFIERS = 32  # in a regular expression, or in one rule of a grammar: co
 MAX_REPEATS = 2**14
 MAX_TOTAL_REPEATS = 2**16  # of all lengths and counts in a schema
 MAX_PROPERTIES = 2**9  # of one object
+MAX_COUNTED_OPTIONAL = 64  # optional properties of an object that bounds their number: compilation is cubic in them
 MAX_SHOWN_PATH = 120  # characters, in an error
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -201,6 +203,12 @@ def _check_properties(schema: Mapping[str, Any]) -> None:
         raise ValueError("properties must be an object, and required a list")
     if len(properties) > MAX_PROPERTIES:
         raise ValueError(f"an object has {len(properties)} properties; at most {MAX_PROPERTIES} are taken")
+    num_optional = len(properties) - len(required)
+    if num_optional > MAX_COUNTED_OPTIONAL and ("minProperties" in schema or "maxProperties" in schema):
+        raise ValueError(
+            f"an object that counts its properties has {num_optional} optional ones; at most "
+            f"{MAX_COUNTED_OPTIONAL} are taken"
+        )
     missing = [name for name in required if name not in properties]
     if missing:
         raise ValueError(f"required names {missing[0]!r}, which is not among the properties")
@@ -219,6 +227,7 @@ def check_regex(regex: str) -> None:
     if len(regex) > MAX_REGEX_LEN:
         raise ValueError(f"guided: a regular expression has {len(regex)} characters; at most {MAX_REGEX_LEN} are taken")
     _check_pattern(regex, "a regular expression")
+    check_regex_size(regex)
     try:
         check_dialect(regex)
     except ValueError as error:
@@ -230,6 +239,7 @@ def check_grammar(grammar: str) -> None:
         raise ValueError(f"guided: the grammar has {len(grammar)} characters; at most {MAX_GRAMMAR_LEN} are taken")
     for rule in grammar.split("::="):
         _check_pattern(rule, "a rule of the grammar")
+    check_grammar_size(grammar)
 
 
 def _check_pattern(pattern: str, what: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,7 +133,7 @@ class Options:
             self._end_ids[slot, : len(ends)] = upload(torch.tensor(ends))
         self._bias[slot] = 0.0 if allowed is None else -torch.inf
         if allowed is not None:
-            self._bias[slot].index_fill_(0, upload(torch.tensor(list(allowed), dtype=torch.long)), 0.0)
+            self._bias[slot].index_fill_(0, upload(torch.from_numpy(np.array(allowed, dtype=np.int64))), 0.0)
         if bias:
             ids, values = torch.tensor(list(bias)), torch.tensor(list(bias.values()), dtype=torch.float32)
             self._bias[slot].index_add_(0, upload(ids), upload(values))

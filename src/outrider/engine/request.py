@@ -183,7 +183,7 @@ class Request(Residence):
 
     def append(self, token: int, max_model_len: int, draft_position: int = 0) -> None:
         """Commits one token and decides whether the request ends with it."""
-        fits = self.guide is None or self.guide.accept(token)
+        fits = self.error is None and (self.guide is None or self.guide.accept(token))
         self.tokens.append(token)
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
@@ -191,7 +191,7 @@ class Request(Residence):
         may_stop = self.num_outputs >= self.params.min_tokens
         stop = self._add_text(token, may_stop)
         if not fits:  # no mask allows it: the target's logits were no numbers
-            self.error = f"token {token} is against the grammar"
+            self.error = self.error or f"token {token} is against the grammar"
             self.finish("error")
         elif may_stop and token in self.end_ids:
             self.finish("stop")

@@ -4,6 +4,7 @@ Decoding goes first, then prompts in order of arrival; when pages run out, the y
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from outrider.engine.pages import PagePool, page_hashes, root_of
 from outrider.engine.request import Request, Status, Work
 from outrider.engine.snapshots import Snapshots, Wanted
+
+MAX_FIGURES = 2**12  # log-probabilities of prompts that are made in a round: some ten milliseconds
 
 Follows = Callable[[int], bool]
 
@@ -52,6 +55,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.stats = PrefixStats()
         self.num_preemptions = 0
+        self._figures_left = MAX_FIGURES
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
 
     # requests come and go
@@ -95,7 +99,7 @@ class Scheduler:
         active = [request for request in self.running if not self._surely_ends(request)]
         reading = [request for request in active if _is_reading(request)]
         decoding = [request for request in active if not _is_reading(request)]
-        num_left = len(active)
+        num_left, self._figures_left = len(active), MAX_FIGURES
         for group in (decoding, reading):
             if group is reading and plan:
                 budget = min(budget, self._room_beside(sum(work.num_rows for work in plan)))
@@ -156,8 +160,17 @@ class Scheduler:
         if request.most_judged is not None and not request.draft_is_predicted:
             waiting = min(waiting, request.most_judged)
         num_drafts = min(waiting, remaining - 1, max(self.limits.lookahead, budget // num_left - 1))
-        num_rows = request.whole(start, min(pending + max(num_drafts, 0), budget))
+        num_rows = request.whole(start, min(pending + max(num_drafts, 0), budget, self._most_rows(request)))
         return _rows_of(request, start, num_rows, pending, depth)
+
+    def _most_rows(self, request: Request) -> int:
+        """Of one round: log-probabilities of prompts are made on the host, while everybody waits."""
+        wanted = request.params.prompt_logprobs
+        if wanted is None or len(request.prompt_logprobs) >= len(request.prompt):
+            return sys.maxsize
+        num_rows = max(self._figures_left // (1 + wanted), 1)
+        self._figures_left -= min(num_rows, len(request.prompt)) * (1 + wanted)
+        return num_rows
 
     def _reserve(self, request: Request, work: Work, plan: list[Work], *, may_preempt: bool) -> bool:
         """Pages for the rows and the draft that follows, taking them from younger requests if it must and may. Rows
@@ -181,7 +194,7 @@ class Scheduler:
         reused = self._match(request, names)
         start = len(reused) * self.limits.page_size
         pending = len(request.tokens) - start
-        num_rows = request.whole(start, min(pending, budget))
+        num_rows = request.whole(start, min(pending, budget, self._most_rows(request)))
         fresh = self.pool.allocate(self._pages_for(len(request.tokens)) - len(reused))
         if fresh is None:  # not before the whole of it fits, or it would soon be sent back
             self.pool.release(reused)

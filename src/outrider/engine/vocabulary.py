@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from outrider.engine.grammar_compiler import Words
 from outrider.tokenizer import Tokenizer
 
 CACHED_SETS = 256  # a set is found by a look at every token
@@ -24,6 +25,13 @@ class Vocabulary:
     @cached_property
     def spelt(self) -> list[bytes]:
         return [self._tokenizer.token_bytes(id) for id in range(self.size)]
+
+    def words(self) -> Words:
+        """As compilers of grammars know it."""
+        ids = [id for id in range(self.size) if id not in self.end_ids]
+        silent = frozenset(id for id in ids if self._tokenizer.is_silent(id, skip_special_tokens=True))
+        unused = frozenset(id for id in silent if self._tokenizer.is_silent(id, skip_special_tokens=False))
+        return Words(self.spelt, self.end_ids, silent, unused)
 
     @cached_property
     def ends(self) -> Tensor:

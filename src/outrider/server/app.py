@@ -55,6 +55,8 @@ from outrider.server.security import OPEN_PATHS, Access, Guard
 from outrider.server.tally import CONTENT_TYPE
 from outrider.tokenizer import Tokenizer
 
+SPARE_REQUESTS = 64  # beyond one for each sequence that may wait or run: those are turned away one by one
+
 
 class Application:
     """The service and the ASGI app in front of it."""
@@ -89,7 +91,7 @@ class Application:
         add_playground(app)
         if access.api_keys:
             add_security(app.openapi(), OPEN_PATHS)
-        guarded: ASGIApp = Guard(app, replace(access, root_path=root_path))
+        guarded: ASGIApp = Guard(app, replace(access, root_path=root_path), engine.capacity + SPARE_REQUESTS)
         if access.origins:  # outside of the guard: a preflight request carries no key
             origins = sorted(access.origins)
             guarded = CORSMiddleware(
@@ -102,6 +104,7 @@ class Application:
         self.engine.start()
         yield
         self.engine.stop()
+        self.service.preparation.close()
 
 
 def _name(http: HttpRequest, body: Generation) -> None:
@@ -157,7 +160,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             text = tokenizer.chat(messages_of(body.messages, tokenizer), options)
             return tokenizer.encode(text, add_special_tokens=False)
 
-        tokens = await service.prepare(encode)
+        tokens = await service.prepare(encode, body)
         found = {"count": len(tokens), "max_model_len": service.prompts.max_model_len, "tokens": tokens}
         return found | ({"token_strs": [tokenizer.token(token) for token in tokens]} if body.return_token_strs else {})
 
@@ -168,7 +171,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         if tokenizer is None:
             raise bad_request("this model has no tokenizer")
         skip = body.skip_special_tokens
-        return {"prompt": await service.prepare(lambda: tokenizer.decode(body.tokens, skip_special_tokens=skip))}
+        text = await service.prepare(lambda: tokenizer.decode(body.tokens, skip_special_tokens=skip), body)
+        return {"prompt": text}
 
 
 def _add_status(app: FastAPI, service: Service) -> None:

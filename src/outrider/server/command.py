@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -209,7 +210,8 @@ def serve_command(
         reasons = {"tools": tools.reason, "reasoning": reasoning.reason}
         log("parsers", tools=tools.name, reasoning=reasoning.name, because=reasons)
         log("memory", **model.memory)
-        show_memory_table(consoles.about, model.memory_rows)
+        with suppress(OSError):  # standard error may be full, as on a disk that is; that is no reason to end
+            show_memory_table(consoles.about, model.memory_rows)
         engine = EngineClient(host.link, model, served, limits, host.why_ended)
         application = Application(
             engine,
@@ -222,13 +224,17 @@ def serve_command(
             root_path=http.root_path,
         )
         port = port_of(sockets)
-        log("listening", host=given.host, port=port, model=served, max_model_len=model.max_model_len)
-        url = (
-            f"{'https' if http.is_secure else 'http'}://{f'[{given.host}]' if ':' in given.host else given.host}:{port}"
-        )
-        show_note(consoles.about, f"{served} at {url}/v1, playground at {url}/")
+        host_name = f"[{given.host}]" if ":" in given.host else given.host
+        url = f"{'https' if http.is_secure else 'http'}://{host_name}:{port}"
+
+        def on_listening() -> None:
+            log("listening", host=given.host, port=port, model=served, max_model_len=model.max_model_len)
+            with suppress(OSError):
+                show_note(consoles.about, f"{served} at {url}/v1, playground at {url}/")
+
         exits, drain = limit_options.exit_on_engine_death, limit_options.shutdown_timeout
-        Server(application, given.host, port, drain, exit_on_death=exits, **http.of_uvicorn()).run(sockets=sockets)
+        settings = {"exit_on_death": exits, "on_listening": on_listening, **http.of_uvicorn()}
+        Server(application, given.host, port, drain, **settings).run(sockets=sockets)
         host.close()
         log("ended")
         if engine.is_dead:

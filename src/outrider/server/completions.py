@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -31,7 +32,7 @@ from outrider.server.schema import CompletionRequest
 from outrider.tokenizer import Detokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-MAX_ECHOED = 2**20  # log-probabilities of prompts in one answer
+MAX_ECHOED = 2**18  # log-probabilities of prompts in one answer
 
 
 async def start_completion(service: Service, body: CompletionRequest, tenant: str | None) -> Job:
@@ -69,7 +70,14 @@ def _maker(service: Service, body: CompletionRequest, prompt: str | list[int]) -
 
 async def whole_completion(http: HttpRequest, service: Service, body: CompletionRequest, job: Job) -> dict[str, Any]:
     outputs = [_cut(body, output) for output in await finished(http, service, job)]
-    choices = [_choice(service, body, output, job.prompt_of(output.index)) for output in outputs]
+
+    def choices_of() -> list[dict[str, Any]]:
+        for output in outputs:  # the first answer to a prompt has brought its log-probabilities
+            output.prompt_logprobs = outputs[output.index - output.index % body.n].prompt_logprobs
+        return [_choice(service, body, output, job.prompt_of(output.index)) for output in outputs]
+
+    may_be_long = body.echo or body.prompt_logprobs is not None
+    choices = await asyncio.to_thread(choices_of) if may_be_long else choices_of()
     return {
         **_head(service, job),
         "choices": choices,
@@ -192,8 +200,7 @@ def _with_prompt(
         "top_logprobs": [None],
         "text_offset": [0],
     }
-    rows = [row for row in piece.prompt_logprobs or () if row is not None]
-    others = _logprobs(body, prompt[1:], rows, offsets[1:])
+    others = _logprobs(body, prompt[1:], piece.prompt_rows(), offsets[1:])
     assert others is not None
     return {name: [*first[name], *others[name], *logprobs[name]] for name in logprobs}
 

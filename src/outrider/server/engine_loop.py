@@ -8,19 +8,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 
 import torch
 
+from outrider.engine.grammar_trial import NICENESS
 from outrider.engine.request import Progress, Request
+from outrider.lanes import Lane
 from outrider.llm import LLM
+from outrider.overload import OverloadError
 from outrider.server.errors import (
     ApiError,
     bad_request,
     clean,
     engine_has_ended,
     internal_error,
+    overloaded,
     past_deadline,
     shutting_down,
 )
@@ -44,7 +48,8 @@ from outrider.server.task import Task, TaskSequence
 
 MAX_FAULTS = 3  # steps that may break with a request among others before it is failed with them
 BROKEN_AFTER = 8  # steps in a row that break: the engine itself is broken
-NUM_PREPARERS = 4  # threads for grammars and images
+NUM_COMPILERS, MAX_GRAMMARS = 2, 16  # threads for grammars, and how many wait for them
+NUM_VIEWERS, MAX_VIEWS = 1, 16  # the same for images: memory holds those of one request
 BEAT = 0.25  # seconds after which the front hears that requests get on, though nobody has a token yet
 
 
@@ -79,7 +84,8 @@ class EngineLoop:
         self._metrics.watch(llm.engine)
         self._wake = threading.Condition()
         self._inbox: deque[_Message] = deque()  # guarded by _wake
-        self._preparers = ThreadPoolExecutor(NUM_PREPARERS, thread_name_prefix="outrider-prepare")
+        self._grammars = Lane("grammars", NUM_COMPILERS, MAX_GRAMMARS, niceness=NICENESS)
+        self._images = Lane("images", NUM_VIEWERS, MAX_VIEWS)
         self._tasks: dict[int, Task] = {}
         self._sequences: dict[Request, TaskSequence] = {}
         self._num_steps = 0
@@ -99,7 +105,8 @@ class EngineLoop:
             self._link.send(Died(engine_has_ended(error)))
             return False
         finally:
-            self._preparers.shutdown(wait=False, cancel_futures=True)
+            self._grammars.close()
+            self._images.close()
         return True
 
     def _receive(self) -> None:
@@ -136,10 +143,11 @@ class EngineLoop:
     def _handle(self, message: _Message) -> None:
         if isinstance(message, Submit):
             self._tasks[message.job] = Task.of(message)
-            if _takes_long(message):
-                self._preparers.submit(lambda: self._put(_Prepared(message, self._prepare(message))))
-            else:
+            lane = self._lane(message)
+            if lane is None:
                 self._take(message, self._prepare(message))
+            else:
+                self._prepare_beside(message, lane)
         elif isinstance(message, _Prepared):
             self._take(message.asked, message.made)
         elif isinstance(message, Abort):
@@ -155,22 +163,51 @@ class EngineLoop:
 
     # jobs come and go
 
+    def _lane(self, asked: Submit) -> Lane | None:
+        """Who prepares it, where rounds would wait for that: a grammar is compiled, an image is looked at."""
+        if any(isinstance(prompt, Mapping) for prompt in asked.prompts):
+            return self._images
+        return self._grammars if any(params.guided is not None for params in asked.params) else None
+
+    def _prepare_beside(self, asked: Submit, lane: Lane) -> None:
+        def done(future: Future[list[Request] | ApiError]) -> None:
+            if not future.cancelled():
+                error = future.exception()
+                self._put(_Prepared(asked, future.result() if error is None else self._refusal(error)))
+
+        try:
+            lane.submit(lambda: self._prepare(asked)).add_done_callback(done)
+        except OverloadError as error:
+            self._take(asked, overloaded(error))
+
     def _prepare(self, asked: Submit) -> list[Request] | ApiError:
         """What the engine complains of is the client's to mend."""
+        if asked.job not in self._tasks:  # it has ended while it waited for this
+            return past_deadline()
         try:
+            for guided in {id(each.guided): each.guided for each in asked.params if each.guided is not None}.values():
+                self._engine.grammars.trial.check(guided)
             groups = [
                 self._llm.requests_for(prompt, params, number)
                 if isinstance(prompt, Mapping)
                 else self._llm.make_requests(prompt, params)
                 for number, (prompt, params) in enumerate(zip(asked.prompts, asked.params, strict=True))
             ]
+            for group in groups if not asked.streams else ():
+                for request in group[1:]:  # answers to one prompt: one of them brings its log-probabilities
+                    request.params = replace(request.params, prompt_logprobs=None)
             return [request for group in groups for request in group]
-        except RecursionError:
-            return bad_request("the request is nested too deeply")
-        except ValueError as error:
-            return bad_request(clean(str(error), {str(self._llm.config.model): self._model_name}))
         except Exception as error:
-            return internal_error(error)
+            return self._refusal(error)
+
+    def _refusal(self, error: BaseException) -> ApiError:
+        if isinstance(error, OverloadError):
+            return overloaded(error)
+        if isinstance(error, RecursionError):
+            return bad_request("the request is nested too deeply")
+        if isinstance(error, ValueError):
+            return bad_request(clean(str(error), {str(self._llm.config.model): self._model_name}))
+        return internal_error(error)
 
     def _take(self, asked: Submit, made: list[Request] | ApiError) -> None:
         task = self._tasks.get(asked.job)
@@ -246,7 +283,7 @@ class EngineLoop:
             sequence.note_told()
             if request.finished:
                 ended.append(sequence)
-        failed = {each.task: each.request.error for each in ended if each.request.error is not None}
+        failed = {each.task: each.request for each in ended if each.request.error is not None}
         done = [task for task in dict.fromkeys(each.task for each in ended) if task.finished and task not in failed]
         for task in done:
             self._close(task, task.requests[0].finish_reason or "stop")
@@ -255,8 +292,8 @@ class EngineLoop:
         if pieces or done or is_due:
             self._link.send(Brought(self._num_steps, is_dead, pieces, [task.job for task in done]))
             self._last_sent, self._was_acceptance_dead = now, is_dead
-        for task, error in failed.items():
-            self._end(task, internal_error(RuntimeError(error)))
+        for task, request in failed.items():
+            self._end(task, _failure(request))
 
     def _count(self, sequence: TaskSequence, progress: Progress, now: float) -> None:
         request, task = sequence.request, sequence.task
@@ -304,11 +341,11 @@ class EngineLoop:
         return [each for each in found if each.num_new]
 
 
-def _takes_long(asked: Submit) -> bool:
-    """Whether rounds would wait for its preparation: a grammar is compiled, an image is looked at."""
-    return any(isinstance(prompt, Mapping) for prompt in asked.prompts) or any(
-        params.guided is not None for params in asked.params
-    )
+def _failure(request: Request) -> ApiError:
+    assert request.error is not None
+    if request.guide is not None and request.guide.is_too_slow:
+        return bad_request(request.error)
+    return internal_error(RuntimeError(request.error))
 
 
 def _make_current(device: torch.device) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.overload import OverloadError
 from outrider.server.log import log_fault
 
 MAX_MESSAGE = 500
@@ -45,6 +46,10 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 def too_busy(message: str, retry_after: int) -> ApiError:
     return ApiError(429, message, "queue_full", retry_after=retry_after)
+
+
+def overloaded(error: OverloadError) -> ApiError:
+    return ApiError(503, str(error), "overloaded", retry_after=error.retry_after)
 
 
 def shutting_down() -> ApiError:

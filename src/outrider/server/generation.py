@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from fastapi import Request as HttpRequest
+from pydantic import BaseModel
 
 from outrider import __version__
 from outrider.outputs import Logprob
@@ -24,13 +25,13 @@ from outrider.server.engine_client import Asked, EngineClient
 from outrider.server.errors import ApiError, bad_request, clean
 from outrider.server.job import Job
 from outrider.server.parsers import ParserNames
+from outrider.server.preparation import Preparation, size_of
 from outrider.server.protocol import Piece
 from outrider.server.schema import Generation, StructuredOutputs
 from outrider.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
-MAX_PROMPT_LOGPROBS = 2**20  # figures in one answer
-PREPARATION_SECONDS = 30.0  # for the chat template and the tokenizer
+MAX_PROMPT_LOGPROBS = 2**18  # figures in one answer
 _CONVERTED = {"prediction", "structured_outputs"}  # the same name, another form
 _SHARED = {each.name for each in fields(SamplingParams)} & set(Generation.model_fields) - _CONVERTED
 
@@ -46,6 +47,7 @@ class Service:
     parsers: ParserNames
     defaults: Defaults = field(default_factory=Defaults)
     next_seed: Callable[[], int | None] = lambda: None  # of a request that has none; None: a fresh one
+    preparation: Preparation = field(default_factory=Preparation)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -68,19 +70,17 @@ class Service:
             known = ", ".join(self.names)
             raise ApiError(404, f"there is no model {clean(name)!r} here, only {known}", "model_not_found", "model")
 
-    async def prepare(self, work: Callable[[], Any], param: str | None = None) -> Any:
-        """Templates and tokenizers run beside the event loop; what they complain of is the client's to mend. `param`:
-        the field that holds the prompt."""
-        try:
-            return await asyncio.wait_for(asyncio.to_thread(work), PREPARATION_SECONDS)
-        except TimeoutError:
-            raise bad_request("the prompt takes too long to prepare: shorten it") from None
-        except RecursionError:
-            raise bad_request("the request is nested too deeply") from None
-        except ContextOverflowError as error:
-            raise ApiError(400, str(error), "context_length_exceeded", param) from error
-        except ValueError as error:
-            raise bad_request(clean(str(error), {self.engine.model.origin: self.model_name})) from error
+    async def prepare(self, work: Callable[[], Any], given: BaseModel) -> Any:
+        """What comes of a template and a tokenizer, for what a client has given."""
+
+        def explain(error: ValueError) -> ApiError:
+            told = clean(str(error), {self.engine.model.origin: self.model_name})
+            if isinstance(error, ContextOverflowError):
+                holder = "prompt" if "prompt" in given.model_fields_set else "messages"
+                return ApiError(400, told, "context_length_exceeded", holder)
+            return bad_request(told)
+
+        return await self.preparation.run(work, size_of(given), explain)
 
     async def submit(self, body: Generation, prompts: Sequence[Callable[[], Prompt]], params: SamplingParams) -> Job:
         """The job, accepted by the engine. Prompts are made here, after it is known that there is room for them."""
@@ -97,7 +97,7 @@ class Service:
 
         begin = time.monotonic()
         seconds = min(body.timeout or self.engine.limits.deadline, self.engine.limits.deadline)
-        asked = await self.prepare(make, "prompt" if "prompt" in type(body).model_fields else "messages")
+        asked = await self.prepare(make, body)
         job = self.engine.submit(asked, begin + seconds, begin, streams=body.stream, job_id=body.request_id)
         try:
             await job.accepted()
@@ -277,8 +277,7 @@ def prompt_logprobs_of(body: Generation, made: Piece) -> dict[str, Any]:
     """In vLLM's shape, and only for those who asked; the first token has none."""
     if body.prompt_logprobs is None:
         return {}
-    rows = [None if row is None else _described(row) for row in made.prompt_logprobs or ()]
-    return {"prompt_logprobs": rows}
+    return {"prompt_logprobs": [None, *map(_described, made.prompt_rows())]}
 
 
 def _described(row: Mapping[int, Logprob]) -> dict[str, dict[str, Any]]:

@@ -116,7 +116,7 @@ class Piece:
     counts: tuple[int, int, int]  # see Counts
     logprobs: list[dict[int, Logprob]] | None = None
     draft: list[int] | None = None  # proposed for this step; only for those who asked
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # with the first piece
+    prompt_logprobs: list[Any] | None = None  # with the first piece
     ending: Ending | None = None  # with the last piece
 
     def can_be_joined(self, other: object) -> bool:
@@ -149,9 +149,11 @@ class Piece:
         piece = cls(*fields)
         if piece.logprobs is not None:
             piece.logprobs = [_row(row) for row in fields[7]]
-        if piece.prompt_logprobs is not None:
-            piece.prompt_logprobs = [row and _row(row) for row in fields[9]]
-        return piece
+        return piece  # its prompt_logprobs stay packed until somebody reads them: they may be many
+
+    def prompt_rows(self) -> list[dict[int, Logprob]]:
+        """Log-probabilities of the prompt's tokens from the second on, of a piece that has been unpacked."""
+        return [_row(row) for row in self.prompt_logprobs or () if row is not None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from outrider.server.schema_base import Lenient, Strict, settle_fields
 MAX_N = 64
 MAX_TEXT = 2**22  # characters in one text
 MAX_TOKENS = 2**20
+MAX_ALLOWED = 2**18  # no vocabulary has more ids
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 64
 MAX_BIASES = 1024
@@ -135,7 +136,7 @@ class Generation(Strict):
         Annotated[dict[TokenKey, Annotated[Number, Field(ge=-1e4, le=1e4)]], Field(max_length=MAX_BIASES)] | None
     ) = None
     bad_words: list[Stop] = Field([], max_length=MAX_STOP_STRINGS)
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
     max_tokens: Annotated[Whole, Field(ge=1, le=2**31)] | None = None
     min_tokens: Annotated[Whole, Field(ge=0, le=2**31)] = 0
     ignore_eos: bool = False

@@ -16,13 +16,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.server.errors import ApiError, bad_request
+from outrider.overload import OverloadError
+from outrider.server.errors import ApiError, bad_request, overloaded
 from outrider.server.playground import ASSETS
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/health/decode", "/ping", *ASSETS})
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_BODY = 32 * 2**20
 BODY_SECONDS = 60.0
+MAX_VALUES = 2**21  # in a body, about: to read a million takes a tenth of a second, in which nothing else is done
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ def is_loopback(host: str) -> bool:
 class Guard:
     """ASGI middleware around everything else."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, max_requests: int) -> None:
         self._app, self._access = app, access
+        self._num_requests, self._max_requests = 0, max_requests  # under way; health is not counted
         self._digests = [_digest(key.encode()) for key in access.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,13 +89,24 @@ class Guard:
             headers = error.headers | {"Connection": "close"}  # nothing more of what may follow is read
             return await JSONResponse(error.body, error.status, headers)(scope, receive, send)
         limited = _Limited(receive, self._access)
-        return await self._app(scope, limited, send)
+        if self._is_open(scope):
+            return await self._app(scope, limited, send)
+        self._num_requests += 1
+        try:
+            return await self._app(scope, limited, send)
+        finally:
+            self._num_requests -= 1
+
+    def _is_open(self, scope: Scope) -> bool:
+        return scope["path"].removeprefix(self._access.root_path) in OPEN_PATHS
 
     def _check(self, scope: Scope) -> None:
         host = self._check_host(_values(scope, b"host"))
         self._check_origin(_values(scope, b"origin"), host)
-        if scope["path"].removeprefix(self._access.root_path) not in OPEN_PATHS:
+        if not self._is_open(scope):
             scope["tenant"] = self._check_key(_values(scope, b"authorization"))
+            if self._num_requests >= self._max_requests:
+                raise overloaded(OverloadError("too many requests at once: try again later"))
         length = _values(scope, b"content-length")
         if length and _values(scope, b"transfer-encoding"):  # a proxy might go by the other one
             raise bad_request("the request must not have both Content-Length and Transfer-Encoding")
@@ -138,6 +152,7 @@ class _Limited:
 
     def __init__(self, receive: Receive, access: Access) -> None:
         self._receive, self._left, self._limit = receive, access.max_body, access.max_body
+        self._values_left = MAX_VALUES
         self._until: float | None = time.monotonic() + access.body_seconds  # None: all of the body is here
 
     async def __call__(self) -> Message:
@@ -148,7 +163,11 @@ class _Limited:
                 message = await self._receive()
         except TimeoutError:  # FastAPI is reading, and would make a 400 of any other exception
             raise HTTPException(408, "the body did not come in time", {"Connection": "close"}) from None
-        self._left -= len(message.get("body", b""))
+        body = message.get("body", b"")
+        self._left -= len(body)
+        self._values_left -= body.count(b",") + body.count(b"[") + body.count(b"{")
+        if self._values_left < 0:
+            raise HTTPException(413, f"the request holds more than {MAX_VALUES} values", {"Connection": "close"})
         if self._left < 0:
             raise HTTPException(413, too_large(self._limit).message, {"Connection": "close"})
         if not message.get("more_body", False):

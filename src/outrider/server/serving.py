@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from outrider.server.app import Application
-from outrider.server.connections import PatientProtocol
+from outrider.server.connections import PatientProtocol, connection_limit
 from outrider.server.log import log
 
 MAX_HEADERS = 64 * 2**10
+SPARE_CONNECTIONS = 256  # beyond one for each sequence that may wait or run
 FLUSH_SECONDS = 5  # for answers that are on their way to a slow client
 
 
@@ -29,6 +32,7 @@ class Server(uvicorn.Server):
         drain: float = 30.0,
         *,
         exit_on_death: bool = True,
+        on_listening: Callable[[], None] = lambda: None,
         **settings: Any,
     ) -> None:
         """`settings` of uvicorn's, as ssl_certfile."""
@@ -36,23 +40,27 @@ class Server(uvicorn.Server):
             application.asgi,
             host=host,
             port=port,
-            http=PatientProtocol,
+            http=PatientProtocol.with_room_for(connection_limit(application.engine.capacity + SPARE_CONNECTIONS)),
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
             h11_max_incomplete_event_size=MAX_HEADERS,
-            limit_concurrency=application.engine.capacity + 256,
             timeout_graceful_shutdown=FLUSH_SECONDS,
             **settings,
         )
         super().__init__(config)
         self._engine = application.engine
         self._drain = drain
-        self._exit_on_death = exit_on_death
+        self._exit_on_death, self._on_listening = exit_on_death, on_listening
         self._num_signals = 0
         self._drain_until: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Only notes it: a lock might be held by whatever was interrupted. on_tick does the rest."""
