@@ -22,6 +22,7 @@ import numpy as np
 
 from outrider.engine.grammar_compiler import GrammarCompiler, Words, grammar_text, import_xgrammar
 from outrider.overload import OverloadError
+from outrider.processes import end_with_parent
 from outrider.sampling_params import Guided
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class GrammarTrial:
 
 def _main(connection: Connection, limits: TrialLimits) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
     with suppress(EOFError, OSError):
         words = connection.recv()
         compiler, walk = GrammarCompiler(words), _Walk(words, limits)
