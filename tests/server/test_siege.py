@@ -412,6 +412,28 @@ def test_whoever_prepares_may_fail_in_any_way(running: Running, llm: LLM, monkey
     assert running.post(COMPLETIONS, PLAIN).status_code == 200
 
 
+def test_a_job_that_cannot_be_taken_fails_alone(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And so do not those behind it; but where none can be taken any more, the engine has ended."""
+    honest = engine_loop.EngineLoop._take
+
+    def take(self: Any, asked: Any, made: Any) -> None:
+        if asked.params[0].seed == 666:
+            raise RuntimeError("secret detail")
+        honest(self, asked, made)
+
+    monkeypatch.setattr(engine_loop.EngineLoop, "_take", take)
+    bad = PLAIN | {"seed": 666}
+    with serve(exit_on_death=False) as running, ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda body: running.post(COMPLETIONS, body), [PLAIN, bad, PLAIN, bad, PLAIN]))
+        assert [answer.status_code for answer in answers] == [200, 500, 200, 500, 200]
+        codes = [running.post(COMPLETIONS, bad).status_code for _ in range(engine_loop.BROKEN_AFTER + 1)]
+        assert set(codes) == {500, 503}
+        assert running.engine.is_dead
+    assert caplog.text.count("secret detail") < 4 * engine_loop.BROKEN_AFTER
+
+
 def test_a_grammar_that_becomes_slow_is_the_clients_to_mend(
     running: Running, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,10 +135,25 @@ class EngineLoop:
                 messages = list(self._inbox)
                 self._inbox.clear()
             for message in messages:
-                self._handle(message)
+                self._handle_safely(message)
             self._expire()
             if self._sequences and not self._stopping:
                 self._step()
+
+    def _handle_safely(self, message: _Message) -> None:
+        """What goes wrong with one job is that job's affair, unless it goes on and on."""
+        try:
+            self._handle(message)
+        except Exception as error:
+            job = _job_of(message)
+            self._faults_in_row += 1
+            if job is None or self._faults_in_row >= BROKEN_AFTER:
+                raise
+            task, reason = self._tasks.get(job), internal_error(error)
+            if task is not None:
+                self._end(task, reason)
+            else:
+                self._link.send(Refused(job, reason))
 
     def _handle(self, message: _Message) -> None:
         if isinstance(message, Submit):
@@ -339,6 +354,12 @@ class EngineLoop:
         """What was committed in a step that broke, and while those to blame were looked for."""
         found = [Progress(each.request, each.num_new) for each in self._sequences.values()]
         return [each for each in found if each.num_new]
+
+
+def _job_of(message: _Message) -> int | None:
+    if isinstance(message, _Prepared):
+        return message.asked.job
+    return message.job if isinstance(message, Submit | Abort) else None
 
 
 def _failure(request: Request) -> ApiError:
