@@ -84,7 +84,8 @@ class EngineLoop:
         self._metrics.watch(llm.engine)
         self._wake = threading.Condition()
         self._inbox: deque[_Message] = deque()  # guarded by _wake
-        self._grammars = Lane("grammars", NUM_COMPILERS, MAX_GRAMMARS, niceness=NICENESS)
+        self._grammars = Lane("grammars", NUM_COMPILERS, 8 * MAX_GRAMMARS, niceness=NICENESS)
+        self._new_grammars = Lane("new grammars", NUM_COMPILERS, MAX_GRAMMARS, niceness=NICENESS)
         self._images = Lane("images", NUM_VIEWERS, MAX_VIEWS)
         self._tasks: dict[int, Task] = {}
         self._sequences: dict[Request, TaskSequence] = {}
@@ -105,8 +106,8 @@ class EngineLoop:
             self._link.send(Died(engine_has_ended(error)))
             return False
         finally:
-            self._grammars.close()
-            self._images.close()
+            for lane in (self._grammars, self._new_grammars, self._images):
+                lane.close()
         return True
 
     def _receive(self) -> None:
@@ -185,15 +186,28 @@ class EngineLoop:
         return self._grammars if any(params.guided is not None for params in asked.params) else None
 
     def _prepare_beside(self, asked: Submit, lane: Lane) -> None:
-        def done(future: Future[list[Request] | ApiError]) -> None:
-            if not future.cancelled():
-                error = future.exception()
-                self._put(_Prepared(asked, future.result() if error is None else self._refusal(error)))
+        def done(future: Future[list[Request] | ApiError | None]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            made = future.result() if error is None else self._refusal(error)
+            if made is None:  # those who ask for what is known do not wait for it
+                self._prepare_beside(asked, self._new_grammars)
+            else:
+                self._put(_Prepared(asked, made))
 
         try:
-            lane.submit(lambda: self._prepare(asked)).add_done_callback(done)
+            lane.submit(lambda: self._prepare_unless_new(asked, lane)).add_done_callback(done)
         except OverloadError as error:
-            self._take(asked, overloaded(error))
+            self._put(_Prepared(asked, overloaded(error)))
+
+    def _prepare_unless_new(self, asked: Submit, lane: Lane) -> list[Request] | ApiError | None:
+        """None where it has a grammar that must be tried first, and this is not the lane for it."""
+        if lane is self._grammars:
+            trial = self._engine.grammars.trial
+            if not all(trial.is_known(each.guided) for each in asked.params if each.guided is not None):
+                return None
+        return self._prepare(asked)
 
     def _prepare(self, asked: Submit) -> list[Request] | ApiError:
         """What the engine complains of is the client's to mend."""
