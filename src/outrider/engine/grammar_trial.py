@@ -40,7 +40,7 @@ _ARENA_MAX = -8  # of mallopt(3)
 @dataclass(frozen=True)
 class TrialLimits:
     seconds: float = 10.0  # of computing, for one grammar
-    wait_seconds: float = 10.0  # for others' grammars
+    wait_seconds: float = 30.0  # for others' grammars
     memory: int = 768 * 2**20  # bytes, for one grammar
     mask_seconds: float = 0.05  # for one token
 

@@ -48,7 +48,7 @@ from outrider.server.task import Task, TaskSequence
 
 MAX_FAULTS = 3  # steps that may break with a request among others before it is failed with them
 BROKEN_AFTER = 8  # steps in a row that break: the engine itself is broken
-NUM_COMPILERS, MAX_GRAMMARS = 2, 16  # threads for grammars, and how many wait for them
+NUM_COMPILERS, MAX_GRAMMARS = 2, 64  # threads for grammars, and how many wait for them
 NUM_VIEWERS, MAX_VIEWS = 1, 16  # the same for images: memory holds those of one request
 BEAT = 0.25  # seconds after which the front hears that requests get on, though nobody has a token yet
 
@@ -84,8 +84,8 @@ class EngineLoop:
         self._metrics.watch(llm.engine)
         self._wake = threading.Condition()
         self._inbox: deque[_Message] = deque()  # guarded by _wake
-        self._grammars = Lane("grammars", NUM_COMPILERS, 8 * MAX_GRAMMARS, niceness=NICENESS)
-        self._new_grammars = Lane("new grammars", NUM_COMPILERS, MAX_GRAMMARS, niceness=NICENESS)
+        self._grammars = Lane("grammars", NUM_COMPILERS, 4 * MAX_GRAMMARS, niceness=NICENESS)
+        self._new_grammars = Lane("new grammars", NUM_COMPILERS, MAX_GRAMMARS, max_wait=30.0, niceness=NICENESS)
         self._images = Lane("images", NUM_VIEWERS, MAX_VIEWS)
         self._tasks: dict[int, Task] = {}
         self._sequences: dict[Request, TaskSequence] = {}
