@@ -9,7 +9,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "outrider"
 # from the ground up; a module may import its own layer and those below
 LAYERS = [
-    {"startup", "commands", "overload", "lanes"},
+    {"startup", "commands", "overload", "lanes", "processes"},
     {"compatibility"},
     {"types", "config", "extras", "registry", "sampling_params", "outputs", "threads"},
     {"template", "chat_template", "tokenizer", "inputs", "prompts", "generation_config"},

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider import vision
-from outrider.engine import grammar
+from outrider.engine import grammar_compiler
 from outrider.extras import extra_missing
 
 ROOT = Path(__file__).parent.parent
@@ -64,7 +64,7 @@ def test_a_missing_or_broken_module_is_named(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(
         ValueError, match=r"guided needs the extra serve, and xgrammar is not .*pip install '\.\[serve\]'"
     ):
-        grammar._xgrammar()
+        grammar_compiler.import_xgrammar()
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(
         ValueError, match=r"an image needs the extra vision, and PIL is not installed: pip install '\.\[vi"
@@ -74,7 +74,7 @@ def test_a_missing_or_broken_module_is_named(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "xgrammar.py").write_text("from json import nothing_of_that_name")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"json is broken \(cannot import name 'nothing_of_that_name'"):
-        grammar._xgrammar()
+        grammar_compiler.import_xgrammar()
 
 
 def test_a_fault_of_our_own_is_no_missing_extra() -> None:

@@ -65,7 +65,8 @@ def others(running: Running) -> Iterator[None]:
 # grammars
 
 
-def test_a_bomb_of_a_regex_is_refused_at_once(running: Running) -> None:
+def test_a_bomb_of_a_regex_is_refused_at_once(running: Running, llm: LLM) -> None:
+    assert llm.engine.grammars  # their library takes seconds to import
     bomb = "((([a-z]{0,16384}){0,16384}){0,16384}){0,16384}"
     with others(running):
         begin = time.monotonic()
@@ -79,7 +80,13 @@ def test_grammars_have_a_queue_of_their_own(serve: Serve, llm: LLM, monkeypatch:
     """More of them than can be compiled: the last are told to come again, and nobody else notices."""
     go_on = threading.Event()
     monkeypatch.setattr(engine_loop, "MAX_GRAMMARS", 1)
-    monkeypatch.setattr(llm.engine.grammars.trial, "check", lambda guided: go_on.wait(30))
+    known = PLAIN | {"guided_regex": "[cd]+"}
+    with serve() as running:
+        assert running.post(COMPLETIONS, known).status_code == 200
+    honest = llm.engine.grammars.trial.check
+    monkeypatch.setattr(
+        llm.engine.grammars.trial, "check", lambda guided: go_on.wait(30) if guided.regex == "[ab]+" else honest(guided)
+    )
     with serve() as running, ThreadPoolExecutor(8) as pool, others(running):
         asked = [pool.submit(running.post, COMPLETIONS, PLAIN | {"guided_regex": "[ab]+"}) for _ in range(6)]
         wait_for(lambda: sum(each.done() for each in asked) == 3)  # two are compiled, one waits
@@ -87,6 +94,7 @@ def test_grammars_have_a_queue_of_their_own(serve: Serve, llm: LLM, monkeypatch:
         assert {answer.status_code for answer in refused} == {503}
         assert all(int(answer.headers["retry-after"]) > 0 for answer in refused)
         assert refused[0].json()["error"]["code"] == "overloaded"
+        assert running.post(COMPLETIONS, known).status_code == 200  # whoever asks for what is known does not wait
         go_on.set()
         assert sorted(each.result().status_code for each in asked) == [200] * 3 + [503] * 3
         running.wait_until_idle()
@@ -410,6 +418,28 @@ def test_whoever_prepares_may_fail_in_any_way(running: Running, llm: LLM, monkey
         answer = running.post(COMPLETIONS, PLAIN | {"guided_regex": "[ab]+"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
     assert running.post(COMPLETIONS, PLAIN).status_code == 200
+
+
+def test_a_job_that_cannot_be_taken_fails_alone(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And so do not those behind it; but where none can be taken any more, the engine has ended."""
+    honest = engine_loop.EngineLoop._take
+
+    def take(self: Any, asked: Any, made: Any) -> None:
+        if asked.params[0].seed == 666:
+            raise RuntimeError("secret detail")
+        honest(self, asked, made)
+
+    monkeypatch.setattr(engine_loop.EngineLoop, "_take", take)
+    bad = PLAIN | {"seed": 666}
+    with serve(exit_on_death=False) as running, ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda body: running.post(COMPLETIONS, body), [PLAIN, bad, PLAIN, bad, PLAIN]))
+        assert [answer.status_code for answer in answers] == [200, 500, 200, 500, 200]
+        codes = [running.post(COMPLETIONS, bad).status_code for _ in range(engine_loop.BROKEN_AFTER + 1)]
+        assert set(codes) == {500, 503}
+        assert running.engine.is_dead
+    assert caplog.text.count("secret detail") < 4 * engine_loop.BROKEN_AFTER
 
 
 def test_a_grammar_that_becomes_slow_is_the_clients_to_mend(

@@ -5,6 +5,7 @@ This file is both ends."""
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import multiprocessing
 import os
 import random
@@ -22,6 +23,7 @@ import numpy as np
 
 from outrider.engine.grammar_compiler import GrammarCompiler, Words, grammar_text, import_xgrammar
 from outrider.overload import OverloadError
+from outrider.processes import end_with_parent
 from outrider.sampling_params import Guided
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ _ARENA_MAX = -8  # of mallopt(3)
 @dataclass(frozen=True)
 class TrialLimits:
     seconds: float = 10.0  # of computing, for one grammar
-    wait_seconds: float = 10.0  # for others' grammars
+    wait_seconds: float = 30.0  # for others' grammars
     memory: int = 768 * 2**20  # bytes, for one grammar
     mask_seconds: float = 0.05  # for one token
 
@@ -49,15 +51,19 @@ class GrammarTrial:
     def __init__(self, words: Words, limits: TrialLimits | None = None) -> None:
         self._words, self._limits = words, limits or TrialLimits()
         self._lock, self._turn = threading.Lock(), threading.Lock()
-        self._verdicts: OrderedDict[str, str | None] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
         self._worker: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
 
+    def is_known(self, guided: Guided) -> bool:
+        """Whether check() is done at once. A ValueError where it can be told already that it cannot be used."""
+        return _is_harmless(guided) or _key(guided) in self._verdicts
+
     def check(self, guided: Guided) -> None:
         """A ValueError where a grammar cannot be used, OverloadError where too many others are being tried."""
-        if guided.json_object or guided.choice is not None:
-            return  # nothing that a client could make large
-        key = f"{guided.kind} {guided.max_whitespace} {grammar_text(guided)}"  # what is too large ends here
+        if _is_harmless(guided):
+            return
+        key = _key(guided)
         with self._lock:
             known, reason = key in self._verdicts, self._verdicts.get(key)
         if not known:
@@ -65,7 +71,7 @@ class GrammarTrial:
         if reason is not None:
             raise ValueError(reason)
 
-    def _verdict(self, key: str, guided: Guided) -> str | None:
+    def _verdict(self, key: bytes, guided: Guided) -> str | None:
         if not self._turn.acquire(timeout=self._limits.wait_seconds):
             raise OverloadError("too many grammars are being compiled: try again later")
         try:
@@ -134,11 +140,23 @@ class GrammarTrial:
         self._worker = self._connection = None
 
 
+def _is_harmless(guided: Guided) -> bool:
+    """There is nothing in it that a client could make large."""
+    return guided.json_object or guided.choice is not None
+
+
+def _key(guided: Guided) -> bytes:
+    """What is the same for the same grammar; a ValueError where it is too large."""
+    said = f"{guided.kind} {guided.max_whitespace} {grammar_text(guided)}"
+    return hashlib.sha256(said.encode(errors="replace")).digest()
+
+
 # in the process
 
 
 def _main(connection: Connection, limits: TrialLimits) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
     with suppress(EOFError, OSError):
         words = connection.recv()
         compiler, walk = GrammarCompiler(words), _Walk(words, limits)

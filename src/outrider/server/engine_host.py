@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.options import EngineOptions
+from outrider.processes import end_with_parent
 from outrider.server.link import Link
 from outrider.server.log import log_to_stderr
 from outrider.server.protocol import Loading, Located, NotOpened, Opened
@@ -137,7 +138,7 @@ def _main(end: socket.socket, opening: Opening) -> None:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     os.set_inheritable(end.fileno(), False)  # whatever is started here must not keep the link open
-    threading.Thread(target=_end_with_parent, name="outrider-parent", daemon=True).start()
+    end_with_parent()
     link, status = Link(end), 1
     try:
         llm = _open(opening, link)
@@ -150,14 +151,6 @@ def _main(end: socket.socket, opening: Opening) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # nothing is left to tidy up, and a thread that compiles a grammar is not waited for
-
-
-def _end_with_parent() -> None:
-    """However it ends, and whatever is under way here: there is nobody left to work for."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _open(opening: Opening, link: Link) -> LLM | None:

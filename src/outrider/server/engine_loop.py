@@ -48,7 +48,7 @@ from outrider.server.task import Task, TaskSequence
 
 MAX_FAULTS = 3  # steps that may break with a request among others before it is failed with them
 BROKEN_AFTER = 8  # steps in a row that break: the engine itself is broken
-NUM_COMPILERS, MAX_GRAMMARS = 2, 16  # threads for grammars, and how many wait for them
+NUM_COMPILERS, MAX_GRAMMARS = 2, 64  # threads for grammars, and how many wait for them
 NUM_VIEWERS, MAX_VIEWS = 1, 16  # the same for images: memory holds those of one request
 BEAT = 0.25  # seconds after which the front hears that requests get on, though nobody has a token yet
 
@@ -84,7 +84,8 @@ class EngineLoop:
         self._metrics.watch(llm.engine)
         self._wake = threading.Condition()
         self._inbox: deque[_Message] = deque()  # guarded by _wake
-        self._grammars = Lane("grammars", NUM_COMPILERS, MAX_GRAMMARS, niceness=NICENESS)
+        self._grammars = Lane("grammars", NUM_COMPILERS, 4 * MAX_GRAMMARS, niceness=NICENESS)
+        self._new_grammars = Lane("new grammars", NUM_COMPILERS, MAX_GRAMMARS, max_wait=30.0, niceness=NICENESS)
         self._images = Lane("images", NUM_VIEWERS, MAX_VIEWS)
         self._tasks: dict[int, Task] = {}
         self._sequences: dict[Request, TaskSequence] = {}
@@ -105,8 +106,8 @@ class EngineLoop:
             self._link.send(Died(engine_has_ended(error)))
             return False
         finally:
-            self._grammars.close()
-            self._images.close()
+            for lane in (self._grammars, self._new_grammars, self._images):
+                lane.close()
         return True
 
     def _receive(self) -> None:
@@ -135,10 +136,25 @@ class EngineLoop:
                 messages = list(self._inbox)
                 self._inbox.clear()
             for message in messages:
-                self._handle(message)
+                self._handle_safely(message)
             self._expire()
             if self._sequences and not self._stopping:
                 self._step()
+
+    def _handle_safely(self, message: _Message) -> None:
+        """What goes wrong with one job is that job's affair, unless it goes on and on."""
+        try:
+            self._handle(message)
+        except Exception as error:
+            job = _job_of(message)
+            self._faults_in_row += 1
+            if job is None or self._faults_in_row >= BROKEN_AFTER:
+                raise
+            task, reason = self._tasks.get(job), internal_error(error)
+            if task is not None:
+                self._end(task, reason)
+            else:
+                self._link.send(Refused(job, reason))
 
     def _handle(self, message: _Message) -> None:
         if isinstance(message, Submit):
@@ -170,15 +186,28 @@ class EngineLoop:
         return self._grammars if any(params.guided is not None for params in asked.params) else None
 
     def _prepare_beside(self, asked: Submit, lane: Lane) -> None:
-        def done(future: Future[list[Request] | ApiError]) -> None:
-            if not future.cancelled():
-                error = future.exception()
-                self._put(_Prepared(asked, future.result() if error is None else self._refusal(error)))
+        def done(future: Future[list[Request] | ApiError | None]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            made = future.result() if error is None else self._refusal(error)
+            if made is None:  # those who ask for what is known do not wait for it
+                self._prepare_beside(asked, self._new_grammars)
+            else:
+                self._put(_Prepared(asked, made))
 
         try:
-            lane.submit(lambda: self._prepare(asked)).add_done_callback(done)
+            lane.submit(lambda: self._prepare_unless_new(asked, lane)).add_done_callback(done)
         except OverloadError as error:
-            self._take(asked, overloaded(error))
+            self._put(_Prepared(asked, overloaded(error)))
+
+    def _prepare_unless_new(self, asked: Submit, lane: Lane) -> list[Request] | ApiError | None:
+        """None where it has a grammar that must be tried first, and this is not the lane for it."""
+        if lane is self._grammars:
+            trial = self._engine.grammars.trial
+            if not all(trial.is_known(each.guided) for each in asked.params if each.guided is not None):
+                return None
+        return self._prepare(asked)
 
     def _prepare(self, asked: Submit) -> list[Request] | ApiError:
         """What the engine complains of is the client's to mend."""
@@ -339,6 +368,12 @@ class EngineLoop:
         """What was committed in a step that broke, and while those to blame were looked for."""
         found = [Progress(each.request, each.num_new) for each in self._sequences.values()]
         return [each for each in found if each.num_new]
+
+
+def _job_of(message: _Message) -> int | None:
+    if isinstance(message, _Prepared):
+        return message.asked.job
+    return message.job if isinstance(message, Submit | Abort) else None
 
 
 def _failure(request: Request) -> ApiError:
