@@ -72,8 +72,10 @@ def test_drafts_for_a_quantised_target(
         "taps": [0, 1, 2],
         "num_speculative_tokens": 2,
     }
+    settings["quantization"] = "fp8"
     with LLM(quantised, settings, max_num_seqs=1, **OPTIONS) as llm:
         assert llm.drafter is not None
+        assert all(isinstance(each.packed, Quantised) for each in llm.drafter.modules() if isinstance(each, Linear))
         guide(llm.drafter, [PROMPT + plain], llm.target.vocab_size, skill=0.8)
         outputs = llm.generate([PROMPT], PARAMS)
         assert llm.engine.num_recorded_rounds > 0

@@ -39,6 +39,7 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_tokens: int = 250_000  # of all of them together; about 250 bytes each
     suffix_decoding_max_spec_factor: float = 1.0  # draft tokens for each token of the match
     suffix_decoding_min_token_prob: float = 0.1  # a draft ends where its tokens' probability falls below
+    quantization: str | None = None  # as of an EngineConfig, for the drafter's own matrices
     synthetic_acceptance_length: float | None = None  # for measuring rounds: accept so much, right or wrong
     synthetic_acceptance_rates: tuple[float, ...] | None = None  # the same for each token, of one request after another
     parallel_drafting: bool = False  # all draft tokens in one pass, by a checkpoint that was trained for it

@@ -124,16 +124,18 @@ def open_pair(
     try:
         dtype = config.torch_dtype(_stored_dtype(checkpoint.config))
         drafter: Drafter | None = None
-        kind = rounded_to(config.quantization, checkpoint)
-        keeps = keeps_few_bits(checkpoint, config.torch_device, kind)
+        kinds = {checkpoint: rounded_to(config.quantization, checkpoint)}
+        if config.speculative is not None:
+            if config.speculative.model is not None:
+                drafter_checkpoint = open_checkpoint(config.speculative.model)
+                kinds[drafter_checkpoint] = rounded_to(config.speculative.quantization, drafter_checkpoint)
+            elif lives_in_target(config.speculative):
+                drafter_checkpoint = checkpoint
+        keeps = any(keeps_few_bits(source, config.torch_device, kind) for source, kind in kinds.items())
         defers = deferred() if keeps else nullcontext()
         with startup.timed("models"), building(config.torch_device, dtype), defers:
             target = build_target(checkpoint)
             if config.speculative is not None:
-                if config.speculative.model is not None:
-                    drafter_checkpoint = open_checkpoint(config.speculative.model)
-                elif lives_in_target(config.speculative):
-                    drafter_checkpoint = checkpoint
                 drafter = build_drafter(config.speculative, target, drafter_checkpoint)
         with startup.timed("models"):
             tokenizer = tokenizer_of(config, checkpoint)
@@ -146,7 +148,7 @@ def open_pair(
         if not keeps:
             budget = plan_memory(bounded, demand, _weight_bytes(loaded))
         with startup.timed("weights"):
-            _load(loaded, progress, kind)
+            _load(loaded, progress, kinds)
         held = held_bytes(*(module for module, _ in loaded))
         if keeps:  # what it comes to is known only now
             budget = plan_memory(bounded, demand, held)
@@ -167,7 +169,7 @@ def open_pair(
 
 
 def rounded_to(name: str | None, checkpoint: Checkpoint) -> Kind | None:
-    """What the target's matrices are rounded to as they are loaded. Of a checkpoint that is quantised already, the name
+    """What matrices are rounded to as they are loaded. Of a checkpoint that is quantised already, the name
     is what somebody believes it to be; vLLM's kernels have suffixes, as in awq_marlin."""
     if name is None:
         return None
@@ -197,12 +199,15 @@ def tokenizer_of(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | No
     return found
 
 
-def _load(loaded: Sequence[tuple[Target | Drafter, Checkpoint]], progress: Progress | None, kind: Kind | None) -> None:
-    """Weights, in the forms that they are computed with. `kind`: what those of the target are rounded to."""
+def _load(
+    loaded: Sequence[tuple[Target | Drafter, Checkpoint]],
+    progress: Progress | None,
+    kinds: Mapping[Checkpoint, Kind | None],
+) -> None:
+    """Weights, in the forms that they are computed with. `kinds`: what matrices of each checkpoint are rounded to."""
     kept: KeptBlocks = {}
     for module, source in loaded:
-        to = None if isinstance(module, Drafter) else kind
-        load_weights(module, source, progress, kept if can_keep_blocks(module, source) else None, to)
+        load_weights(module, source, progress, kept if can_keep_blocks(module, source) else None, kinds[source])
     for module, _ in loaded:
         share_blocks(module, kept)
         if isinstance(module, Drafter):

@@ -26,6 +26,7 @@ from outrider.options import (
     Exact,
     ModelArgument,
     PromptFile,
+    Quantization,
     Threads,
 )
 from outrider.startup import importing
@@ -211,6 +212,7 @@ def bench_round(
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
+    quantization: Quantization = None,
     exact: Exact = False,
     enforce_eager: Eager = False,
     against: RoundPeers = None,
@@ -225,6 +227,7 @@ def bench_round(
     Examples:
       outrider bench round --method eagle3 -k 5 --accept-length 4
       outrider bench round --shape smollm2-135m --method eagle3 --method dflash
+      outrider bench round --quantization int4 --method eagle3
       outrider bench round --batch-size 32 --context 1024 \\
         --against transformers-continuous
     """
@@ -239,6 +242,7 @@ def bench_round(
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
         enforce_eager=enforce_eager,
+        quantization=quantization,
         exact=exact,
         threads=threads,
     )

@@ -17,10 +17,12 @@ from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
 from outrider.engine.loader import building
 from outrider.engine.memory import parameter_bytes, plan_memory
+from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.block import DecoderBlock
 from outrider.layers.exact import make_exact
 from outrider.layers.mtp import MtpModule
 from outrider.layers.norm import RMSNorm
+from outrider.layers.packing import round_matrices
 from outrider.models.base import Mtp, Target, targets
 from outrider.models.llama import Llama
 from outrider.options import EngineOptions
@@ -129,12 +131,14 @@ def random_config(
             force=options.force,
             adaptive=not options.no_adaptive,
             synthetic_acceptance_length=accept_length,
+            quantization=options.quantization,
         )
     chosen = {
         **vars(batch_limits(options.device)),
         "max_model_len": options.max_model_len,
         "enforce_eager": options.enforce_eager,
         "exact": options.exact,
+        "quantization": options.quantization,
         "threads": options.threads,
         **settings,
     }
@@ -154,10 +158,20 @@ def random_engine(config: EngineConfig, shape: dict[str, Any], startup: StartupT
         for module in (target, drafter):
             if module is not None:
                 fill(module)
+        if config.quantization is not None:
+            round_matrices(target, rounded(config.quantization))
+        if drafter is not None and settings is not None and settings.quantization is not None:
+            round_matrices(drafter, rounded(settings.quantization))
     if config.exact:
         make_exact(target)
     with startup.timed("cache"):
         return Engine(config, target, Drafting.of(config, drafter), budget)
+
+
+def rounded(name: str) -> Kind:
+    if name not in ROUNDED_TO:
+        raise ValueError(f"random weights can be rounded to {' or '.join(ROUNDED_TO)}, not to {name}")
+    return Kind(name)
 
 
 def check_method(method: str) -> None:

@@ -81,6 +81,7 @@ def _settings(plan: Plan, method: str) -> SpeculativeConfig:
         num_speculative_tokens=plan.num_speculative_tokens,
         force=True,
         synthetic_acceptance_length=plan.accept_length,
+        quantization=plan.config.quantization,
     )
 
 
@@ -228,6 +229,7 @@ def to_dict(plan: Plan, costs: list[Cost], bandwidth: float | None) -> dict[str,
         "context": plan.context,
         "temperature": plan.temperature,
         "exact": config.exact,
+        "quantization": config.quantization,
         "eager": config.enforce_eager,
         "dtype": str(config.torch_dtype("bfloat16")).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if config.torch_device.type == "cuda" else "cpu",

@@ -257,7 +257,7 @@ SPECULATIVE = Rules(
             [
                 *("enforce_eager", "disable_padded_drafter_batch", "use_local_argmax_reduction", "draft_load_config"),
                 *("moe_backend", "attention_backend", "max_model_len", "disable_eagle_block_drop"),
-                *("index_share_for_mtp_iteration", "quantization", "disable_logprobs", "disable_log_stats"),
+                *("index_share_for_mtp_iteration", "disable_logprobs", "disable_log_stats"),
                 *("target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"),
             ],
             "the drafter runs in the target's rounds, in the form in which its checkpoint is",

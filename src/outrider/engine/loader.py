@@ -22,7 +22,7 @@ from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.packed import Packed, pack_blocks
 from outrider.kernels.quantised import Kind, Quantised, joined, quantise
 from outrider.layers.embedding import Embedding
-from outrider.layers.linear import give_memory
+from outrider.layers.linear import give_memory, take_memory
 from outrider.layers.packing import gains_from_packing, packable
 from outrider.models.base import Target, targets
 from outrider.threads import threads
@@ -164,12 +164,11 @@ def _keep_blocks(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, wei
 
 
 def _keep(parameter: nn.Parameter, form: Packed | Quantised | None, kept: KeptBlocks) -> bool:
-    """Instead of the parameter's own memory. It has its shape still, and whoever reads it all the same finds out."""
+    """Instead of the parameter's own memory."""
     if form is None:
         return False
     kept[parameter] = form
-    nothing = torch.full((1,), torch.nan, dtype=parameter.dtype, device=parameter.device)
-    parameter.data = nothing.expand(parameter.shape)
+    take_memory(parameter)
     return True
 
 

@@ -36,6 +36,12 @@ def give_memory(parameter: nn.Parameter) -> None:
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
+def take_memory(parameter: nn.Parameter) -> None:
+    """From one whose matrix is kept in another form. It has its shape still, and whoever reads it finds out."""
+    nothing = torch.full((1,), torch.nan, dtype=parameter.dtype, device=parameter.device)
+    parameter.data = nothing.expand(parameter.shape)
+
+
 class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()

@@ -6,9 +6,9 @@ from torch import nn
 
 from outrider.kernels.dispatch import use_native
 from outrider.kernels.packed import Packed, pack
-from outrider.kernels.quantised import Quantised
+from outrider.kernels.quantised import Kind, Quantised, quantise
 from outrider.layers.embedding import Embedding, Head
-from outrider.layers.linear import Linear
+from outrider.layers.linear import Linear, take_memory
 
 SMALL_MODEL = 64 * 2**20  # a model that stays in the cache gains nothing, and pays for the unpacking
 
@@ -49,6 +49,16 @@ def share_blocks(module: nn.Module, blocks: Mapping[nn.Parameter, Packed | Quant
         found = blocks.get(layer.weight)
         if found is not None and not (isinstance(layer, Embedding) and isinstance(found, Quantised)):
             layer.packed = found  # type: ignore[assignment]
+
+
+def round_matrices(module: nn.Module, kind: Kind) -> None:
+    """Those of a model that is filled; where one has no such form, it stays as it is."""
+    looked_up = {layer.weight for layer in packable(module) if isinstance(layer, Embedding)}
+    for layer in packable(module):
+        if isinstance(layer, Linear | Head) and layer.weight not in looked_up:
+            layer.packed = quantise(layer.weight.detach(), kind)
+            if layer.packed is not None:
+                take_memory(layer.weight)
 
 
 def pack_weights(module: nn.Module, min_bytes: int | None = None) -> int:
