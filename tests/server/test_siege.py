@@ -317,15 +317,16 @@ def test_echo_with_very_many_log_probabilities(running: Running) -> None:
 
 def test_a_reader_who_never_reads_is_given_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "READ_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "_give_up_on_silence", lambda transport: None)  # the system would do it too, later
     body = json.dumps(PLAIN | {"max_tokens": 1000, "ignore_eos": True, "stream": True, "logprobs": 100}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     with serve() as running, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", running.port))
         deaf.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        wait_for(lambda: running.engine.num_sequences == 1)
+        wait_for(lambda: _streams(running), 20)
         with others(running):
-            wait_for(lambda: running.engine.num_sequences <= 1 and not _streams(running), 15)
+            wait_for(lambda: not _streams(running), 15)
         running.wait_until_idle()
 
 
@@ -351,6 +352,36 @@ def test_a_slow_reader_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPat
         content = received.partition(b"\r\n\r\n")[2]
         assert len(content) > 2**20
         assert len(json.loads(content)["choices"]) == 5
+
+
+def test_a_reader_must_have_read_so_much() -> None:
+    """And whoever has is waited for as long again."""
+
+    class Transport:
+        size, is_aborted = 10 * connections.READ_BYTES, False
+
+        def get_write_buffer_size(self) -> int:
+            return self.size
+
+        def abort(self) -> None:
+            self.is_aborted = True
+
+    async def main() -> None:
+        transport, reader = Transport(), connections.PatientProtocol.__new__(connections.PatientProtocol)
+        reader.transport, reader.loop = transport, asyncio.get_running_loop()  # type: ignore[assignment]
+        reader._await_reader()
+        for _ in range(3):
+            transport.size -= connections.READ_BYTES
+            timer = reader._read_timer
+            reader._check_reader()
+            assert not transport.is_aborted
+            assert reader._read_timer is not timer
+        transport.size -= connections.READ_BYTES - 1
+        reader._check_reader()
+        assert transport.is_aborted
+        reader._stop_reading_timer()
+
+    asyncio.run(main())
 
 
 def test_idle_connections_go_first(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

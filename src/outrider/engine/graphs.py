@@ -26,7 +26,7 @@ NUM_SEATS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40, 44, 48, 5
              72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 176, 192, 224, 256, 320, 384, 448, 512)  # fmt: skip
 # rows of rounds in which prompts are read, and how many requests have room in each. On an H200 the linears of an 8B
 # read 53,000 tokens a second at 1,024 and at 2,048 rows, 49,000 at 8,192: there is nothing to be had from more.
-NUM_ROWS = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
+NUM_ROWS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 FEW_SEATS = (8, 16, 32, 64, 128, 256, 512)
 # where something is drafted, sizes come in larger steps: a seat that nobody takes has no rows of the target's pass
 DRAFTING_SEATS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -94,9 +94,9 @@ class Graphs:
 
     def fitted(self, plan: Sequence[Work], shape: RoundShape) -> RoundShape | None:
         """The sizes that such a round is recorded for, None if it is too large. No more drafts
-        are judged than the round makes itself; beside prompts those are as long as they can be, or there are none."""
+        are judged than the round makes itself; beside prompts those are of one length, or there are none."""
         decoding = all(work.is_round for work in plan)
-        depth = shape.depth if decoding else min(shape.depth, 1) * self._lookahead
+        depth = shape.depth if decoding else min(shape.depth, 1) * self._reading_depth
         num_seats = self._at_least(len(plan), seat_sizes(depth) if decoding else FEW_SEATS)
         wanted = max(sum(work.pending + min(work.allowed, depth) for work in plan), 1)
         if decoding:
@@ -104,6 +104,14 @@ class Graphs:
             return self._decoding(num_seats, rows, depth, rests=shape.rests)
         larger = [size for size in NUM_ROWS if size >= wanted]
         return self._reading(num_seats, larger[0], depth, rests=shape.rests) if larger else None
+
+    @property
+    def _reading_depth(self) -> int:
+        """Tokens that are drafted beside prompts. Where there is a choice, few: their rows are as dear as those of the
+        prompts, and newcomers are waiting for their first token."""
+        depths = self._parts.drafting.policy.depths
+        few = [depth for depth in depths if 0 < depth <= self._lookahead // 2]
+        return max(few) if few else self._lookahead
 
     def _decoding(self, num_seats: int, rows: int, depth: int, *, rests: bool) -> RoundShape:
         """A round in which nobody reads a prompt. Of several depths only the draft differs."""
@@ -177,7 +185,7 @@ class Graphs:
             for seats in self._sizes(seat_sizes(depth)):
                 rests = may_rest and depth == 0
                 shapes += [self._decoding(seats, rows, depth, rests=rests) for rows in rows_between(seats, depth)]
-            for seats in self._sizes(FEW_SEATS) if depth in (0, self._lookahead) else ():
+            for seats in self._sizes(FEW_SEATS) if depth in (0, self._reading_depth) else ():
                 both = (False, True) if may_rest and depth == 0 else (False,)  # prompts that the drafter sees, or not
                 shapes += [
                     self._reading(seats, size, depth, rests=rests)
