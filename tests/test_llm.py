@@ -263,7 +263,7 @@ def test_bad_speculative_config(name: str, target_path: Callable[..., Path]) -> 
 
 def test_pairs_that_do_not_fit(target_path: Callable[..., Path], tmp_path: Path) -> None:
     other = target_path("llama", vocab_size=2048)
-    with pytest.raises(ValueError, match="vocabulary of 2048, the target one of 256"):
+    with pytest.raises(ValueError, match=r"vocabulary of 2048 \(vocab_size\), the target one of 256"):
         LLM(target_path("llama"), {"method": "draft_model", "model": str(other)}, max_model_len=64)
     wide = target_path("llama", hidden_size=128)
     head = tiny.save_eagle3(tmp_path / "head")

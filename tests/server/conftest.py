@@ -3,12 +3,14 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import openai
 import pytest
 from running import Running, Serve, wait_for
 
 from outrider import LLM
+from outrider.pair import AUTO, named_pair
 from outrider.server.app import Application
 from outrider.server.defaults import Defaults
 from outrider.server.engine_client import EngineClient, Limits
@@ -20,7 +22,10 @@ from outrider.server.serving import Server
 
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
-    with LLM(max_num_seqs=4) as llm:
+    """Drafts as much as it can, so that what is drafted is known; test_shipped.py has what users have."""
+    target, speculative = named_pair(None, AUTO)
+    assert speculative is not None
+    with LLM(target, replace(speculative, adaptive=False), max_num_seqs=4) as llm:
         yield llm
 
 

@@ -85,11 +85,11 @@ def test_grammars_have_a_queue_of_their_own(serve: Serve, llm: LLM, monkeypatch:
         assert running.post(COMPLETIONS, known).status_code == 200
     honest = llm.engine.grammars.trial.check
     monkeypatch.setattr(
-        llm.engine.grammars.trial, "check", lambda guided: go_on.wait(30) if guided.regex == "[ab]+" else honest(guided)
+        llm.engine.grammars.trial, "check", lambda guided: go_on.wait(60) if guided.regex == "[ab]+" else honest(guided)
     )
     with serve() as running, ThreadPoolExecutor(8) as pool, others(running):
         asked = [pool.submit(running.post, COMPLETIONS, PLAIN | {"guided_regex": "[ab]+"}) for _ in range(6)]
-        wait_for(lambda: sum(each.done() for each in asked) == 3)  # two are compiled, one waits
+        wait_for(lambda: sum(each.done() for each in asked) == 3, 30)  # two are compiled, one waits
         refused = [each.result() for each in asked if each.done()]
         assert {answer.status_code for answer in refused} == {503}
         assert all(int(answer.headers["retry-after"]) > 0 for answer in refused)

@@ -35,7 +35,7 @@ def fuzz(
     only: Only = None,
     as_json: AsJson = False,
 ) -> None:
-    """Random worlds, in which every request must say what it says alone.
+    """Random worlds: everybody must be told what he is told alone.
 
     An engine with any settings, and requests with any options that come and go while others are read, judged, given up,
     preempted or broken off, with drafts of any depth: tokens, text and log-probabilities are those of the same request

@@ -13,6 +13,7 @@ from outrider.server.schema import (
     MAX_MESSAGES,
     MAX_TOP_LOGPROBS,
     ChatRequest,
+    Flag,
     Generation,
     Name,
     PredictedOutput,
@@ -94,7 +95,7 @@ class ResponseTool(Strict):
     name: FunctionNameText
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Flag | None = None
 
 
 class ToolName(Strict):
@@ -107,7 +108,7 @@ class TextFormat(Strict):
     name: Name | None = None
     description: Text | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
+    strict: Flag | None = None
 
     @model_validator(mode="after")
     def _check(self) -> TextFormat:
@@ -148,12 +149,12 @@ class ResponseRequest(Generation):
     max_output_tokens: Annotated[Whole, Field(ge=1, le=2**31)] | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Flag | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     metadata: dict[str, Any] | None = None  # given back, and used for nothing else
-    store: bool | None = None
+    store: Flag | None = None
     prediction: PredictedOutput | None = None
 
     @model_validator(mode="after")

@@ -31,6 +31,7 @@ TEMPLATE_OWN = frozenset(
 # strict: true is no number, and neither is "7"
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 TokenKey = Annotated[int, Field(ge=0, lt=2**31)]  # JSON has texts only as keys
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
@@ -42,15 +43,15 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class StreamOptions(Strict):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # taken, and used for nothing; --pace does more
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False
+    include_obfuscation: Flag = False  # taken, and used for nothing; --pace does more
 
 
 class Speculative(Strict):
     """Speculation of this request: the same answer either way, only sooner or later."""
 
-    enabled: bool = True
+    enabled: Flag = True
     num_speculative_tokens: Annotated[Whole, Field(ge=0, le=1024)] | None = None
 
     @property
@@ -62,7 +63,7 @@ class JsonSchema(Strict):
     name: Name | None = None
     description: Text | None = None
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None  # always is
+    strict: Flag | None = None  # always is
 
 
 class ResponseFormat(Strict):
@@ -83,10 +84,10 @@ class StructuredOutputs(Strict):
     regex: Pattern | None = None
     choice: Annotated[list[Pattern], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     grammar: Pattern | None = None
-    json_object: bool | None = None
-    disable_fallback: bool = False  # these three, taken and used for nothing, hold in any case
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    json_object: Flag | None = None
+    disable_fallback: Flag = False  # these three, taken and used for nothing, hold in any case
+    disable_any_whitespace: Flag = False
+    disable_additional_properties: Flag = False
 
 
 class TextPart(Lenient):
@@ -121,7 +122,7 @@ class Generation(Strict):
 
     foreign: ClassVar[Rules] = fields.CHAT  # what becomes of fields that are not declared here
     model: Name | None = None
-    stream: bool = False
+    stream: Flag = False
     stream_options: StreamOptions | None = None
     n: Annotated[Whole, Field(ge=1, le=MAX_N)] = 1
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
@@ -139,11 +140,11 @@ class Generation(Strict):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
     max_tokens: Annotated[Whole, Field(ge=1, le=2**31)] | None = None
     min_tokens: Annotated[Whole, Field(ge=0, le=2**31)] = 0
-    ignore_eos: bool = False
+    ignore_eos: Flag = False
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_STRINGS)
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    include_stop_str_in_output: Flag = False
+    skip_special_tokens: Flag = True
     speculative: Speculative | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -152,9 +153,9 @@ class Generation(Strict):
     guided_choice: Annotated[list[Pattern], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     guided_grammar: Pattern | None = None
     guided_max_whitespace: Annotated[Whole, Field(ge=1, le=MAX_WHITESPACE)] = 1  # between two parts of a JSON text
-    guided_close: bool = True  # JSON that max_tokens would cut is closed in time
-    return_token_ids: bool = False  # with every choice: its tokens, their texts, and the place of each in a draft
-    return_drafts: bool = False  # with every piece of a stream: what had been drafted for it
+    guided_close: Flag = True  # JSON that max_tokens would cut is closed in time
+    return_token_ids: Flag = False  # with every choice: its tokens, their texts, and the place of each in a draft
+    return_drafts: Flag = False  # with every piece of a stream: what had been drafted for it
     prediction: PredictedOutput | None = None  # what the answer will be like; the answer is the same without
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     timeout: Annotated[Number, Field(gt=0, le=86400)] | None = None  # seconds; at most the server's own deadline
@@ -227,7 +228,7 @@ class Function(Strict):
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Flag | None = None
 
 
 class Tool(Strict):
@@ -249,8 +250,8 @@ class TemplateOptions(Strict):
 
     model_config = ConfigDict(extra="allow")
 
-    enable_thinking: bool | None = None  # Qwen, GLM
-    thinking: bool | None = None  # DeepSeek
+    enable_thinking: Flag | None = None  # Qwen, GLM
+    thinking: Flag | None = None  # DeepSeek
     reasoning_effort: Name | None = None  # gpt-oss
 
     @model_validator(mode="after")
@@ -267,15 +268,15 @@ class TemplateOptions(Strict):
 class ChatRequest(Generation):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[Whole, Field(ge=1, le=2**31)] | None = None
-    logprobs: bool = False
+    logprobs: Flag = False
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Flag | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
     reasoning_effort: Name | None = None  # for the template; none: no reasoning, where the template can do without
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False  # needs add_generation_prompt: false
+    add_generation_prompt: Flag = True
+    continue_final_message: Flag = False  # needs add_generation_prompt: false
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
@@ -294,8 +295,8 @@ class CompletionRequest(Generation):
     )
     logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     max_tokens: Annotated[Whole, Field(ge=0, le=2**31)] | None = None
-    echo: bool = False
-    add_special_tokens: bool = True
+    echo: Flag = False
+    add_special_tokens: Flag = True
 
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
@@ -310,10 +311,10 @@ class TokenizeRequest(Strict):
     model: Name | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    return_token_strs: bool = False
+    add_special_tokens: Flag = True
+    add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
+    return_token_strs: Flag = False
 
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
@@ -325,4 +326,4 @@ class TokenizeRequest(Strict):
 class DetokenizeRequest(Strict):
     model: Name | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
-    skip_special_tokens: bool = False
+    skip_special_tokens: Flag = False

@@ -39,7 +39,7 @@ Override = Annotated[str | None, option(FILES, "--override-generation-config", m
 ServerSeed = Annotated[int | None, option(FILES, "--seed", metavar="S", help=_SEED_HELP)]
 RootPath = Annotated[str, option(HTTP, "--root-path", metavar="PATH", help="Where a proxy has put the server.")]
 LogLevel = Annotated[
-    str | None, option(HTTP, "--uvicorn-log-level", metavar="NAME", help="What uvicorn logs: warning, info, debug ...")
+    str | None, option(HTTP, "--uvicorn-log-level", metavar="NAME", help="What uvicorn logs: warning, info or debug.")
 ]
 KeyFile = Annotated[str | None, option(HTTP, "--ssl-keyfile", metavar="FILE", help="HTTPS: the private key.")]
 CertFile = Annotated[str | None, option(HTTP, "--ssl-certfile", metavar="FILE", help="HTTPS: the certificate.")]
