@@ -187,3 +187,31 @@ def test_no_round_is_planned_for_what_surely_ends() -> None:
         assert work.num_rows == expected
         scheduler.launched([work])
     assert scheduler.next(0, flying=True).work == []
+
+
+def test_whoever_does_without_the_drafter_finds_what_it_has_seen() -> None:
+    """And not the other way round: its own memory of those pages would be missing."""
+    limits = Limits(4, 64, 48, 4, 0, prefix_caching=True)
+    scheduler = Scheduler(limits, PagePool(60))
+
+    def run(number: int, prompt: list[int], *, followed: bool) -> int:
+        request = Request(str(number), prompt, SamplingParams(max_tokens=1), seed=0)
+        scheduler.add(request)
+        plan = scheduler.next(0, follows=lambda count: followed)
+        scheduler.launched(plan.work)
+        (work,) = plan.work
+        request.append(1, limits.max_model_len)
+        scheduler.update(work, work.pending, 0)
+        assert request.finished
+        scheduler.pool.check()
+        return request.num_cached
+
+    text = list(range(40))
+    assert run(0, text[:18], followed=True) == 0
+    assert run(1, text[:30], followed=False) == 16
+    assert run(2, text, followed=True) == 16  # but nothing of what only the target has seen
+    assert run(3, text, followed=False) == 36
+    other = list(range(100, 140))
+    assert run(4, other, followed=False) == 0
+    assert run(5, other, followed=True) == 0
+    assert run(6, other, followed=False) == 36

@@ -16,7 +16,7 @@ ROOT_UNFOLLOWED = b"outrider, not seen by the drafter"
 
 def root_of(tenant: str | None, *, followed: bool = True) -> bytes:
     """Where the names of a tenant's pages begin: nobody finds pages of another's, not even by their speed. Pages that
-    the drafter has not seen (`followed` false) are found by those alone who do not need it to have."""
+    the drafter has not seen (`followed` false) are found by those alone who do without it; they find others too."""
     root = ROOT if followed else ROOT_UNFOLLOWED
     return root if tenant is None else hashlib.sha256(root + tenant.encode()).digest()
 
@@ -74,6 +74,10 @@ class PagePool:
             self._references[page] += 1
             pages.append(page)
         return pages
+
+    def num_known(self, names: Sequence[bytes]) -> int:
+        """How many of them match() would find."""
+        return next((number for number, name in enumerate(names) if name not in self._page_of), len(names))
 
     def name(self, page: int, name: bytes) -> None:
         """Makes a full page findable. Where another page has the name already, that one stays the known one."""

@@ -191,7 +191,7 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int, depth: int) -> Work | None:
         names = self._reusable(request)
-        reused = self._match(request, names)
+        reused = self._match(request, self._known(request, names))
         start = len(reused) * self.limits.page_size
         pending = len(request.tokens) - start
         num_rows = request.whole(start, min(pending, budget, self._most_rows(request)))
@@ -211,6 +211,15 @@ class Scheduler:
             self.stats.hit += start
         self.running.append(request)
         return _rows_of(request, start, num_rows, pending, depth)
+
+    def _known(self, request: Request, names: list[bytes]) -> list[bytes]:
+        """What the pages that it could reuse may be called: whoever does without the drafter can use what the drafter
+        has seen as well as what it has not."""
+        if request.is_followed or not names:
+            return names
+        tokens = request.named_tokens[: len(names) * self.limits.page_size]
+        seen = page_hashes(tokens, self.limits.page_size, 0, root_of(request.params.tenant))
+        return max(names, seen, key=self.pool.num_known)
 
     def _match(self, request: Request, names: Sequence[bytes]) -> list[int]:
         """Known pages, taken into use: as far as recurrent layers can go on from them, where there are some."""
