@@ -136,6 +136,18 @@ def test_which_drafter_the_options_name(target_path: Callable[..., Path], head: 
     assert (found.method, found.num_speculative_tokens) == ("ngram", 3)
 
 
+def test_the_environment_may_name_the_model(target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, other = str(target_path()), str(target_path("qwen3"))
+    monkeypatch.setenv("OUTRIDER_MODEL", mine)
+    assert EngineOptions().named(None).model == mine
+    assert EngineOptions().named(None, needs_model=False).model is None  # a shape with random weights
+    assert EngineOptions(other).named(None).model == EngineOptions().named(other).model == other
+    arguments = ["generate", "--no-chat", "-n", "2", "--json", "--prompt-file", str(Path(mine) / "config.json")]
+    assert f"{mine} has none" in CliRunner().invoke(app, arguments).stderr  # it has no tokenizer, the embedded one does
+    monkeypatch.setenv("OUTRIDER_MODEL", "")
+    assert EngineOptions().named(None).model is None
+
+
 def test_a_model_may_be_named_in_either_way(target_path: Callable[..., Path]) -> None:
     model = str(target_path())
     assert EngineOptions().named(model, "ngram") == EngineOptions(model, "ngram")

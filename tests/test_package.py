@@ -1,28 +1,31 @@
 """What people install: a wheel that holds all of it, and words that help where an extra is missing."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from outrider import vision
+from outrider import __version__, vision
 from outrider.engine import grammar_compiler
 from outrider.extras import extra_missing
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "outrider"
 DATA = ("py.typed", "kernels/native.c", "default/target/config.json", "server/playground/index.html")
+LEGAL = ("LICENSE", "NOTICE")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, with the setuptools that is installed: nothing is fetched."""
     copy, made = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", *LEGAL):
         shutil.copy(ROOT / name, copy)
     leave_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "src", copy / "src", ignore=leave_out)
@@ -42,6 +45,27 @@ def test_the_wheel_holds_every_file(wheel: Path) -> None:
         metadata = archive.read(about).decode()
     assert held == wanted
     assert all(f"Provides-Extra: {extra}\n" in metadata for extra in ("serve", "vision", "train", "test"))
+
+
+def test_the_wheel_says_whose_it_is(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (about,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(about).decode()
+        folder = about.removesuffix("METADATA")
+        for name in LEGAL:
+            assert archive.read(f"{folder}licenses/{name}") == (ROOT / name).read_bytes()
+    assert f"\nVersion: {__version__}\n" in metadata
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata
+    assert "\nAuthor: Outrider authors\n" in metadata
+
+
+def test_there_is_one_version_number() -> None:
+    """It is written in the package; what installs it reads it there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == __version__
 
 
 def test_the_embedded_model_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ def generate(
       outrider generate "What is this?" --image photo.jpg --model org/name-vl
     """
     consoles = open_consoles(no_color=no_color)
+    options = options.named(None)
     params = sampling.params(max_tokens)
     if params.seed is None:
         params = replace(params, seed=secrets.randbits(32))  # one for both sides of a comparison

@@ -4,6 +4,7 @@ A command reads an EngineConfig from them; whatever can be found wrong without l
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +16,10 @@ from outrider.commands import length, option
 if TYPE_CHECKING:
     from outrider.config import EngineConfig, SpeculativeConfig
 
+MODEL_VARIABLE = "OUTRIDER_MODEL"
 MODEL, DRAFTER, ENGINE, SAMPLING, OUTPUT = "Model", "Drafter", "Engine", "Sampling", "Output"
 
-_MODEL_HELP = "Target: a directory, a .gguf file or a hub id. Without it, the embedded model."
+_MODEL_HELP = "Target: a directory, a .gguf file or a hub id. Without it, OUTRIDER_MODEL, or the embedded model."
 _DRAFT_HELP = "Drafter: a directory, a hub id, or a method that needs no checkpoint, such as ngram."
 _CONFIG_HELP = "The drafter with all its settings, in vLLM's names."
 _FORCE_HELP = "Use the drafter even if it agrees with nothing, and draft as much as possible."
@@ -73,11 +75,13 @@ class EngineOptions:
     exact: Exact = False
     enforce_eager: Eager = False
 
-    def named(self, model: str | None, drafter: str | None = None) -> EngineOptions:
-        """With names that were given without an option's: `outrider serve MODEL`."""
+    def named(self, model: str | None, drafter: str | None = None, *, needs_model: bool = True) -> EngineOptions:
+        """With names that were given without an option's: `outrider serve MODEL`. Where no target is named, and one is
+        needed, the environment may name it."""
+        found = _one_of(self.model, model, "--model", "MODEL")
         return replace(
             self,
-            model=_one_of(self.model, model, "--model", "MODEL"),
+            model=found if found is not None or not needs_model else os.environ.get(MODEL_VARIABLE) or None,
             draft=_one_of(self.draft, drafter, "--draft", "DRAFTER"),
         )
 

@@ -35,7 +35,7 @@ def depth(
       outrider bench depth --rates 0 --concurrency 1,8,32
       outrider bench depth --shape llama-3.1-8b --draft eagle3 --rates 0.9,0.1
     """
-    options = options.named(target)
+    options = options.named(target, needs_model=shape is None)
     with importing():
         from outrider.bench.depth import open_sides, show_card, to_dict
         from outrider.bench.prompts import Vocabulary

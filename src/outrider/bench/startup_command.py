@@ -38,7 +38,7 @@ def startup(
       outrider bench startup MODEL --draft DRAFTER --num-runs 3
       outrider bench startup --shape llama-3.1-8b --draft eagle3
     """
-    options = options.named(target)
+    options = options.named(target, needs_model=shape is None)
     with importing():
         import torch
 

@@ -134,7 +134,7 @@ def traffic(
       outrider bench traffic MODEL --draft ngram --rate 2,4,8 --http
       outrider bench traffic --shape llama-3.1-8b --draft eagle3 --accept-length 3
     """
-    options = options.named(target)
+    options = options.named(target, needs_model=shape is None)
     with importing():
         from outrider.bench.traffic import measure_levels
         from outrider.bench.traffic_plot import check_plot, draw

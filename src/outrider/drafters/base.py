@@ -17,7 +17,7 @@ from outrider.models.base import Target
 from outrider.registry import Registry
 from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Recurrence, Resolved, Step, Verdict, Weight
 
-drafters: Registry[type[Drafter]] = Registry("speculative method")
+drafters: Registry[type[Drafter]] = Registry("speculative method", "outrider.drafters")
 
 
 class Drafter(nn.Module):

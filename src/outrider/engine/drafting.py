@@ -115,12 +115,30 @@ class Drafting:
         self._cache.keep_taps(step, hidden, verdict)
         predictions = any(prediction is not None for prediction in step.predictions)
         drafter = self.predicting if predictions else self.drafter
-        return None if drafter is None else drafter.propose(step, hidden, verdict)
+        if drafter is None:
+            return None
+        draft = drafter.propose(step, hidden, verdict)
+        _check_form(draft, len(step.batch.slots), drafter)
+        return draft
 
     def learn(self, request: Request) -> None:
         """A request has ended."""
         if self.drafter is not None and request.num_outputs:
             self.drafter.learn(request.tokens, request.params.tenant)
+
+
+def _check_form(draft: Draft, num_requests: int, drafter: Drafter) -> None:
+    """Asks for sizes alone, which the host knows. Memory and recordings are made for this many tokens of a draft."""
+    found = (tuple(draft.tokens.shape), tuple(draft.count.shape))
+    wanted = ((num_requests, drafter.lookahead), (num_requests,))
+    assert found == wanted, (
+        f"{type(drafter).__name__}.propose: tokens and count must be [B, lookahead] and [B], here "
+        f"{list(wanted[0])} and {list(wanted[1])}, not {list(found[0])} and {list(found[1])}"
+    )
+    assert draft.tokens.dtype == draft.count.dtype == torch.long, (
+        f"{type(drafter).__name__}.propose: tokens and count must be int64, not {draft.tokens.dtype} and "
+        f"{draft.count.dtype}"
+    )
 
 
 def _has_missed(request: Request) -> bool:

@@ -15,7 +15,7 @@ from outrider.layers.mtp import MtpModule
 from outrider.registry import Registry
 from outrider.types import Batch, Hidden, Weight
 
-targets: Registry[type["Target"]] = Registry("target architecture")
+targets: Registry[type["Target"]] = Registry("target architecture", "outrider.targets")
 
 
 @dataclass(frozen=True)

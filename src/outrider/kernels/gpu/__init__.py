@@ -1,2 +1,2 @@
-"""Triton kernels, one operation per file, each with a reference in the file of the same name one folder up.
+"""Triton kernels. The reference of each is in kernels/, in the file that chooses between the two.
 A row's result depends on that row alone in all of them: not on how many rows are computed with it."""
