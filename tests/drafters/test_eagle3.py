@@ -136,6 +136,10 @@ def dialects(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[dict[str, torc
             {name.replace("layers.0.", "midlayer.0."): tensor for name, tensor in tensors.items()},
             {**flat, "eagle_config": {"layer_ids": TAPS, "use_aux_hidden_state": True}},
         ),
+        "deepspec": (
+            tensors,
+            {**flat, "architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [tap - 1 for tap in TAPS]},
+        ),
         "speculators": (
             tensors,
             {
@@ -171,6 +175,7 @@ CONFLICTS = {
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "eagle_aux_hidden_state_layer_ids": TAPS},
         "twice and they differ",
     ),
+    "taps in two dialects": ({"target_layer_ids": [0, 1, 2]}, "twice and they differ"),
     "tap out of range": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"taps \[1, 2, 9\]"),
     "tap count": ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4"),
     "fc width": ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight takes 192 inputs"),
@@ -216,6 +221,8 @@ IDS: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "top level, odd": ({"eagle_aux_hidden_state_layer_ids": [3, 7, 10]}, (3, 7, 10), "ambiguous.*4, 8, 11"),
     "nested": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}}, (2, 6, 9), r"outputs \(\+1\)$"),
     "nested, as taps": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 9]}}, (3, 7, 10), "doubtful"),
+    "deepspec": ({"target_layer_ids": [1, 5, 8]}, (2, 6, 9), r"outputs \(\+1\)$"),
+    "deepspec, other layers": ({"target_layer_ids": [3, 7, 11]}, (4, 8, 12), r"outputs \(\+1\)$"),
     "nested layer_ids": ({"eagle_config": {"layer_ids": [9, 6, 2]}}, (2, 6, 9), "layers done$"),
 }
 

@@ -1,5 +1,5 @@
 """How an EAGLE-3 checkpoint is read: every field of every dialect becomes one canonical form, and says where from.
-Dialects: the original repository and SpecForge (flat keys), speculators (nested), ModelOpt (`eagle_config`)."""
+Dialects: the original repository, SpecForge and DeepSpec (flat keys), speculators (nested), ModelOpt (`eagle_config`)."""
 
 from __future__ import annotations
 
@@ -130,12 +130,14 @@ def _usual(num_layers: int) -> tuple[int, ...]:
 
 
 def _named_ids(reader: Reader, num_layers: int) -> list[_Ids]:
-    """Ids at the top level, and `layer_ids` of eagle_config, count layers done, as taps do. Other ids in eagle_config
-    name the layer whose output is meant, so one is added. Not all checkpoints keep to it, so doubts are told."""
-    nested = reader.places.get("eagle_config", {})
-    key = "eagle_aux_hidden_state_layer_ids"
+    """Ids at the top level, and `layer_ids` of eagle_config, count layers done, as taps do. Other ids in eagle_config,
+    and DeepSpec's `target_layer_ids`, name the layer whose output is meant, so one is added. Not all checkpoints keep
+    to it, so doubts are told; only DeepSpec writes its key."""
+    nested, top = reader.places.get("eagle_config", {}), reader.places["config.json"]
+    key, deepspec = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
     given = [
-        (key, reader.places["config.json"].get(key), 0),
+        (key, top.get(key), 0),
+        (deepspec, top.get(deepspec), 1),
         (f"eagle_config {key}", nested.get(key), 1),
         ("eagle_config layer_ids", nested.get("layer_ids"), 0),
     ]
@@ -149,7 +151,7 @@ def _named_ids(reader: Reader, num_layers: int) -> list[_Ids]:
         source = f"{name}, {ways[shift]}"
         if other == _usual(num_layers):
             source += f"; doubtful: {ways[1 - shift]} they are the usual {list(other)}"
-        elif taps != _usual(num_layers) and not reader.is_speculators:
+        elif taps != _usual(num_layers) and not reader.is_speculators and name != deepspec:
             source += f"; ambiguous: {ways[1 - shift]} they are {list(other)}"
         readings.append(_Ids(taps, source))
     return readings
