@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.drafters.dflash2 import ConvShape, SelectorShape, read_conv, read_selector
-from outrider.drafters.dflash_reader import FamilyReader, canonical_name, read_attention, read_ropes
+from outrider.drafters.dflash_mask import LayerMask
+from outrider.drafters.dflash_reader import FamilyReader, canonical_name, read_attention, read_masks, read_ropes
 from outrider.drafters.dspark import CorrectionShape, read_correction
 from outrider.kernels.activation import GATED
 from outrider.layers.attention import AttentionShape
@@ -38,10 +39,12 @@ class DFlashConfig:
     activation: str
     eps: float
     layers: tuple[AttentionShape, ...]
+    masks: tuple[LayerMask, ...]  # of every layer
     ropes: tuple[dict[str, Any], ...]  # of every layer
     half_split: bool  # rotary pairs (j, j + half); False: neighbours, whose rows are moved at load
     fused: bool  # q, k and v are one tensor on disk
     taps: tuple[int, ...]
+    last_tap_normed: bool  # a tap after the target's last layer is taken after its final norm
     block_size: int  # rows of a block in training
     mask_token: int
     from_anchor: bool  # the newest token's own row predicts the first draft token
@@ -76,10 +79,12 @@ def resolve(checkpoint: Checkpoint, target: Target, taps: tuple[int, ...] | None
         activation=_activation(reader),
         eps=reader.layer.get("rms_norm_eps", 1e-6),
         layers=read_attention(reader, num_layers),
+        masks=read_masks(reader, num_layers),
         ropes=read_ropes(reader, num_layers),
         half_split=bool(reader.one("rope_is_neox_style", "is_neox_style", default=True)),
         fused=reader.has("fused_projections", "layers.0.self_attn.qkv_proj.weight"),
         taps=_taps(reader, target, num_layers, taps),
+        last_tap_normed=bool(reader.one("tap_after_final_norm", default=False)),
         block_size=reader.one("block_size", "dspark_block_size", default=8 if reader.is_speculators else 16),
         mask_token=_mask_token(reader, checkpoint),
         from_anchor=_from_anchor(reader),
