@@ -113,7 +113,7 @@ _KINDS: dict[Kind, str] = {
     "norm_output norm_before_residual sample_from_anchor rope_is_neox_style is_neox_style use_swa is_causal causal "
     "sliding_window_non_causal enable_confidence_head confidence_head_with_markov attention_sink_bias bias fusion_bias "
     "layernorms use_last_layernorm use_input_layernorm_in_first_layer qkv_bias use_mtp_layernorm next_layer_regular "
-    "norm_before_head window_from_anchor tap_after_final_norm",
+    "norm_before_head window_from_anchor tap_after_final_norm mtp_zero_first_embedding",
     replace(FLAG, other=TEXT): "use_bidirectional_attention",
     TEXT: "model_type hidden_act hidden_activation mlp_hidden_act mamba_hidden_act topk_method scoring_func "
     "speculators_model_type dtype torch_dtype rope_type type attention_type hybrid_override_pattern "
