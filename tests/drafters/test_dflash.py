@@ -421,6 +421,33 @@ def test_what_contradicts_itself_is_refused(name: str, target_path: Callable[...
         LLM(target_path("llama"), {"method": "dflash", "model": str(path)}, max_model_len=64)
 
 
+DOMINO: dict[str, dict[str, Any]] = {
+    "projector": nested(projector_type="domino", shift_label=True),
+    "architecture": {"architectures": ["DominoDraftModel"]},
+    "model_type": {"architectures": None, "model_type": "domino"},
+    "tensors": {},
+}
+
+
+@pytest.mark.parametrize("mark", DOMINO)
+def test_domino_is_refused_by_name(mark: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """Whoever reads the message must not look for a mistake in the file, also where the method is not named."""
+    tensors = tiny_dflash.dflash_tensors() | (
+        {"prefix_gru.weight_ih_l0": torch.zeros(3, 3)} if mark == "tensors" else {}
+    )
+    path = tiny_dflash.save_dflash(tmp_path, tensors, **DOMINO[mark])
+    with pytest.raises(ValueError, match=r"Domino drafters are not supported.*GRU"):
+        LLM(target_path("llama"), {"model": str(path)}, max_model_len=64)
+
+
+def test_recurrent_markov_heads_are_refused_by_name(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    path = tiny_dflash.save_dflash(
+        tmp_path, tiny_dflash.dflash_tensors(rank=12), **tiny_dflash.DSPARK, markov_head_type="rnn"
+    )
+    with pytest.raises(ValueError, match=r"markov_head_type = 'rnn' is not supported \(supported: vanilla, gated\)"):
+        LLM(target_path("llama"), {"model": str(path)}, max_model_len=64)
+
+
 def test_other_refusals(target_path: Callable[..., Path], tmp_path: Path) -> None:
     def refused(message: str, path: Path, **settings: Any) -> None:
         with pytest.raises(ValueError, match=message):

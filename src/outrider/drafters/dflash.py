@@ -129,7 +129,7 @@ class DFlash(Drafter):
     def recognises(cls, config: Mapping[str, Any]) -> int:
         names = [str(name).lower() for name in config.get("architectures") or []]
         names += [str(config.get(key, "")).lower() for key in ("speculators_model_type", "model_type")]
-        marks = ("dflash", "dspark", "muse_glimmer_assistant")
+        marks = ("dflash", "dspark", "muse_glimmer_assistant", "domino")  # the last to be refused by name
         if any(mark in name for name in names for mark in marks):
             return 3
         return 3 if "dflash_config" in config else 0

@@ -18,6 +18,7 @@ from outrider.types import Checkpoint, Resolved
 _MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _OUTPUT_IDS = ("target_layer_ids", "dspark_target_layer_ids", "layer_ids")
 _TAP_IDS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+_NAMING_KEYS = ("projector_type", "speculators_model_type", "model_type")
 # keys that change the computation and are not built: key -> the values that ask for nothing
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention_mode": ("gqa", "mha"),
@@ -65,6 +66,7 @@ class DFlashConfig:
 def resolve(checkpoint: Checkpoint, target: Target, taps: tuple[int, ...] | None) -> DFlashConfig:
     present = {canonical_name(name): checkpoint.shape(name) for name in checkpoint.names()}
     reader = FamilyReader(checkpoint.config, present)
+    _refuse_domino(reader)
     for key, supported in _UNSUPPORTED.items():
         for place, value in reader.found(key).items():
             if value not in supported:
@@ -103,6 +105,16 @@ def resolve(checkpoint: Checkpoint, target: Target, taps: tuple[int, ...] | None
     )
     _check(config, present, target)
     return config
+
+
+def _refuse_domino(reader: FamilyReader) -> None:
+    """Before anything else is looked at, so that nobody searches for a mistake in the file."""
+    named = any("domino" in str(value).lower() for value in reader.found("architectures", *_NAMING_KEYS).values())
+    if named or any("prefix_gru" in name for name in reader.tensors):
+        raise ValueError(
+            "Domino drafters are not supported: a GRU (prefix_gru) that is not built here corrects their logits; use a "
+            "dflash or dspark drafter for this target"
+        )
 
 
 def _activation(reader: FamilyReader) -> str:
