@@ -91,6 +91,7 @@ def _in_range_absolute(tensors: Tensors) -> Tensors:
 FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "taps off by one": ({TAPS: [1, 5, 8]}, "taps +1", "[2, 6, 9]"),
     "a norm too many": ({"norm_before_residual": True}, "norm_before_residual false", '"norm_before_residual": false'),
+    "norm_output as SpecForge means it": ({"norm_output": True}, "norm_output false", '"norm_output": false'),
     "another rope": ({"rope_theta": 100.0}, "rotary frequencies of the target", "rope_theta 10000.0"),
     "d2t absolute": ({"draft_vocab_size": 2048}, "d2t absolute", "target id - draft id"),
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tiny_dflash
 from samples import METHODS, Oracle, drafter_settings, guide, sample_target, suits
 
 from outrider import LLM, SamplingParams
@@ -219,3 +220,23 @@ def test_warm_up(pages: int | None, target_path: Callable[..., Path], tmp_path: 
         if pages is None:
             assert answers(llm, GREEDY) == plain
             assert llm.engine.num_recordings == recorded
+
+
+def test_recorded_blocks_see_what_others_see(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """Windows that are counted from the anchor, and a tap after the final norm."""
+    drafter = tiny_dflash.save_dflash(
+        tmp_path,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=3,
+        window_from_anchor=True,
+        tap_after_final_norm=True,
+        dflash_config={"mask_token_id": tiny_dflash.MASK, "target_layer_ids": [0, 1, 3]},
+    )
+    settings = {"model": str(drafter), "num_speculative_tokens": 4, "adaptive": False, "force": True}
+    traces = []
+    for eager in (True, False):
+        with LLM(target_path("llama"), settings, max_model_len=64, enforce_eager=eager, device="cpu") as llm:
+            output = llm.generate([PROMPTS[0]], replace(GREEDY, max_tokens=30, trace=True))[0]
+            assert (llm.engine.num_recorded_rounds > 0) is not eager
+            traces.append(output.outputs[0].trace)
+    assert traces[0] == traces[1]

@@ -15,6 +15,7 @@ class Drafter:
     tensors: dict[str, Tensor]
     windows: tuple[int, ...] = (0, 0)  # of every layer, itself included; 0: none
     causal: tuple[bool, ...] = (False, False)  # of every layer, within the block
+    anchored: bool = False  # windows hold so many keys of the context, whatever the row, and the whole block
     from_anchor: bool = False
     mask_token: int = 253
     heads: int = 4
@@ -59,7 +60,9 @@ def attention(drafter: Drafter, layer: int, context: Tensor, block: Tensor) -> T
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
     own, key = positions[len(context) :, None], positions[None]
     hidden = key > own if drafter.causal[layer] else torch.zeros_like(key > own)
-    if drafter.windows[layer]:
+    if drafter.windows[layer] and drafter.anchored:
+        hidden = hidden | (key < len(context) - drafter.windows[layer])
+    elif drafter.windows[layer]:
         hidden = hidden | (key <= own - drafter.windows[layer])
     scores = scores.masked_fill(hidden, -math.inf)
     sinks = t.get(f"{name}sinks")

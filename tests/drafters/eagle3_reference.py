@@ -19,6 +19,7 @@ class Head:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_head: bool = True
     norm_before_residual: bool = False
     use_taps: bool = True
     heads: int = 4
@@ -112,7 +113,7 @@ def network(head: Head, embedding: Tensor, state: Tensor) -> tuple[Tensor, Tenso
         state = residual + attention(head, f"{name}self_attn.", inputs, positions, window)
         state = state + mlp(head, f"{name}mlp.", rms(state, t[f"{name}post_attention_layernorm.weight"], head.eps))
     normed = rms(state, t["norm.weight"], head.eps)
-    return normed, normed if head.norm_output else state
+    return normed if head.norm_before_head else state, normed if head.norm_output else state
 
 
 def combine(head: Head, taps: Tensor) -> Tensor:

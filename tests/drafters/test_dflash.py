@@ -17,6 +17,7 @@ from samples import guide
 
 from outrider import LLM, RequestOutput, SamplingParams
 from outrider.drafters.dflash import DFlash
+from outrider.drafters.dflash_mask import LayerMask
 from outrider.engine.policy import FixedDepth
 from outrider.kernels.sampling import gumbel
 from outrider.types import Draft, Hidden, Step, Verdict
@@ -46,7 +47,27 @@ OPTIONS: dict[str, Option] = {
         {"layer_types": [SLIDING, FULL], "sliding_window": 3, "is_causal": False},
         {"windows": (3, 0)},
     ),
-    "all_sliding": ({}, nested(use_swa=True, swa_window_size=5, causal=False), {"windows": (5, 5)}),
+    "all_sliding": ({}, nested(use_swa=True, swa_window_size=5), {"windows": (5, 5)}),
+    "all_sliding_some_causal": (
+        {},
+        {**nested(use_swa=True, swa_window_size=5), "layer_types": [SLIDING, FULL]},
+        {"windows": (5, 5), "causal": (True, False)},
+    ),
+    "anchored": (
+        {},
+        {"layer_types": [SLIDING, FULL], "sliding_window": 3, "window_from_anchor": True},
+        {"windows": (3, 0), "causal": (True, False), "anchored": True},
+    ),
+    "anchored_both_ways": (
+        {},
+        {"layer_types": [FULL, SLIDING], "sliding_window": 2, "window_from_anchor": True, "is_causal": False},
+        {"windows": (0, 2), "anchored": True},
+    ),
+    "last_tap_normed": (
+        {},
+        {**nested(target_layer_ids=[0, 1, 3]), "tap_after_final_norm": True},
+        {},
+    ),
     "causal": ({}, nested(causal=True), {"causal": (True, True)}),
     "sinks_and_biases": ({"sinks": True, "bias": True, "head_norm": False}, {"attention_bias": True}, {}),
     "reduced_vocabulary": ({"draft_vocab": 96}, {"draft_vocab_size": 96}, {}),
@@ -67,7 +88,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "dflash2": ({"conv": True, "selector": True}, {**nested(**tiny_dflash.DFLASH2), "is_causal": False}, {}),
 }
-TAPS_OF = {"one_tap": [3], "embedding_tap": [0, 3]}
+TAPS_OF = {"one_tap": [3], "embedding_tap": [0, 3], "last_tap_normed": [1, 2, 4]}
 
 
 def make(directory: Path, name: str) -> tuple[Path, slow.Drafter]:
@@ -78,7 +99,7 @@ def make(directory: Path, name: str) -> tuple[Path, slow.Drafter]:
 
 
 def target_streams(text: list[int], taps: list[int]) -> torch.Tensor:
-    """[n, k, H] from transformers; none of the taps is the last, which it gives after the final norm."""
+    """[n, k, H] from transformers, which gives the last of them after the final norm."""
     with torch.no_grad():
         states = tiny.reference("llama")(input_ids=torch.tensor([text]), output_hidden_states=True).hidden_states
     return torch.stack([states[tap][0] for tap in taps], dim=1)
@@ -400,6 +421,33 @@ def test_what_contradicts_itself_is_refused(name: str, target_path: Callable[...
         LLM(target_path("llama"), {"method": "dflash", "model": str(path)}, max_model_len=64)
 
 
+DOMINO: dict[str, dict[str, Any]] = {
+    "projector": nested(projector_type="domino", shift_label=True),
+    "architecture": {"architectures": ["DominoDraftModel"]},
+    "model_type": {"architectures": None, "model_type": "domino"},
+    "tensors": {},
+}
+
+
+@pytest.mark.parametrize("mark", DOMINO)
+def test_domino_is_refused_by_name(mark: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """Whoever reads the message must not look for a mistake in the file, also where the method is not named."""
+    tensors = tiny_dflash.dflash_tensors() | (
+        {"prefix_gru.weight_ih_l0": torch.zeros(3, 3)} if mark == "tensors" else {}
+    )
+    path = tiny_dflash.save_dflash(tmp_path, tensors, **DOMINO[mark])
+    with pytest.raises(ValueError, match=r"Domino drafters are not supported.*GRU"):
+        LLM(target_path("llama"), {"model": str(path)}, max_model_len=64)
+
+
+def test_recurrent_markov_heads_are_refused_by_name(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    path = tiny_dflash.save_dflash(
+        tmp_path, tiny_dflash.dflash_tensors(rank=12), **tiny_dflash.DSPARK, markov_head_type="rnn"
+    )
+    with pytest.raises(ValueError, match=r"markov_head_type = 'rnn' is not supported \(supported: vanilla, gated\)"):
+        LLM(target_path("llama"), {"model": str(path)}, max_model_len=64)
+
+
 def test_other_refusals(target_path: Callable[..., Path], tmp_path: Path) -> None:
     def refused(message: str, path: Path, **settings: Any) -> None:
         with pytest.raises(ValueError, match=message):
@@ -426,21 +474,63 @@ def test_taps_can_be_overridden(target_path: Callable[..., Path], tmp_path: Path
         assert llm.drafter.provenance()["taps"].source == "speculative_config taps"
 
 
-def test_other_readings_share_the_weights(target_path: Callable[..., Path], tmp_path: Path) -> None:
-    path, drafter = make(tmp_path, "plain")
+# reading: the option that it reads otherwise, and how the reference reads it then
+READINGS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "sample_from_anchor true": ("plain", {"from_anchor": True}, "sample_from_anchor true"),
+    "windows both ways": ("sliding_is_causal", {"causal": (False, False)}, '"sliding_window_non_causal": true'),
+    "windows causal": ("all_sliding", {"causal": (True, True)}, '"sliding_window_non_causal": false'),
+    "windows from the anchor": ("sliding_both_ways", {"anchored": True}, '"window_from_anchor": true'),
+    "windows from every row": ("anchored", {"anchored": False}, '"window_from_anchor": false'),
+    "last tap after the final norm": ("last_tap", {}, '"tap_after_final_norm": true'),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_other_readings_share_the_weights(name: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    option, changes, advice = READINGS[name]
+    if option == "last_tap":
+        path, drafter = make(tmp_path, "plain")
+        tiny_dflash.save_dflash(path, drafter.tensors, **nested(target_layer_ids=[0, 1, 3]))
+    else:
+        path, drafter = make(tmp_path, option)
     weights = tiny.reference("llama")
     embed, lm_head = weights.model.embed_tokens.weight.detach(), weights.lm_head.weight.detach()
     with LLM(target_path("llama"), settings(path), **SMALL) as llm:
+        own = llm.drafter
+        assert isinstance(own, DFlash)
+        before = llm.generate([PROMPTS[0]], PARAMS)[0].outputs[0].trace
+        other = next(reading for reading in own.readings() if reading.name == name).apply(own)
+        assert {id(each) for each in other.parameters()} == {id(each) for each in own.parameters()}
+        with llm.engine.drafting_with(FixedDepth(other.lookahead), other):
+            output = llm.generate([PROMPTS[2]], PARAMS)[0].outputs[0]  # nothing of it was read before
+        assert llm.generate([PROMPTS[0]], PARAMS)[0].outputs[0].trace == before
+        assert advice in next(reading.advice for reading in own.readings() if reading.name == name)
+        assert name not in {reading.name for reading in other.readings()}, "it is what it says"
+    text, length = PROMPTS[2] + output.token_ids, len(PROMPTS[2]) + 1
+    streams, same = target_streams(text, [1, 2, 4] if option == "last_tap" else TAPS), True
+    for entry in (output.trace or [])[:20]:
+        given = text[length - 1], streams[: length - 1], embed, lm_head, 4
+        assert entry["draft"] == slow.draft(replace(drafter, **changes), *given)[0]
+        same = same and entry["draft"] == slow.draft(drafter, *given)[0]
+        length += entry["accepted"] + 1
+    assert same == (not changes)
+
+
+def test_which_readings_there_are(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    path, _ = make(tmp_path, "plain")
+    with LLM(target_path("llama"), settings(path), **SMALL) as llm:
         assert llm.drafter is not None
         readings = {reading.name: reading for reading in llm.drafter.readings()}
-        assert {"taps +1", "taps -1", "sample_from_anchor true"} <= readings.keys()
+        assert readings.keys() == {"taps +1", "taps -1", "sample_from_anchor true"}
         assert readings["taps -1"].apply(llm.drafter).taps == (0, 1, 2)
-        other = readings["sample_from_anchor true"].apply(llm.drafter)
-        with llm.engine.drafting_with(FixedDepth(other.lookahead), other):
-            output = llm.generate([PROMPTS[0]], PARAMS)[0].outputs[0]
-    text, length = PROMPTS[0] + output.token_ids, len(PROMPTS[0]) + 1
-    streams, drafter = target_streams(text, TAPS), replace(drafter, from_anchor=True)
-    for entry in (output.trace or [])[:10]:
-        expected = slow.draft(drafter, text[length - 1], streams[: length - 1], embed, lm_head, 4)[0]
-        assert entry["draft"] == expected
-        length += entry["accepted"] + 1
+
+
+def test_speculators_trainers_count_windows_from_the_anchor(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    flat = speculators("dflash")
+    layer = {**flat["transformer_layer_config"], "layer_types": [SLIDING, FULL], "sliding_window": 6}
+    path = tiny_dflash.save_dflash(tmp_path)
+    (path / "config.json").write_text(json.dumps({**flat, "transformer_layer_config": layer}))
+    with LLM(target_path("llama"), settings(path), **SMALL) as llm:
+        assert isinstance(llm.drafter, DFlash)
+        assert llm.drafter.config.masks == (LayerMask(6, causal=True, anchored=True), LayerMask(0, causal=False))
+        assert "speculators" in llm.drafter.provenance()["window_from_anchor"].source

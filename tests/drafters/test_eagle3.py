@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "norm_before_fc": {"norm_before_fc": True},
     "norm_before_residual": {"norm_before_residual": True},
     "norm_output": {"norm_output": True},
+    "head_without_norm": {"norm_output": False, "norm_before_head": False},
     "two_layers": {"num_layers": 2},
     "own_embedding_other_size": {"own_embedding": True, "hidden": 32},
     "shared_head": {"own_head": False},
@@ -56,8 +57,9 @@ def make(directory: Path, options: dict[str, Any]) -> tuple[Path, slow.Head]:
         del stored["fc.weight"]
     if options.get("absolute"):
         stored["d2t"] = tensors["d2t"] + torch.arange(draft_vocab)
-    flags = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "logit_scale", "use_aux_hidden_state")
-    config = {key: options[key] for key in (*flags, "attention_bias", "mlp_bias") if key in options}
+    flags = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "logit_scale", "norm_before_head")
+    others = ("use_aux_hidden_state", "attention_bias", "mlp_bias")
+    config = {key: options[key] for key in (*flags, *others) if key in options}
     path = tiny.save_eagle3(
         directory,
         stored,
@@ -69,7 +71,7 @@ def make(directory: Path, options: dict[str, Any]) -> tuple[Path, slow.Head]:
         **{**config, **options.get("config", {})},
     )
     head = slow.Head(tensors, num_layers=options.get("num_layers", 1), use_taps="use_aux_hidden_state" not in options)
-    settings = {key: options[key] for key in flags[:5] if key in options}
+    settings = {key: options[key] for key in flags if key in options}
     return path, replace(head, **settings, windows=(5, 0) if name_of(options) == "windows" else ())
 
 
@@ -136,6 +138,10 @@ def dialects(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[dict[str, torc
             {name.replace("layers.0.", "midlayer.0."): tensor for name, tensor in tensors.items()},
             {**flat, "eagle_config": {"layer_ids": TAPS, "use_aux_hidden_state": True}},
         ),
+        "deepspec": (
+            tensors,
+            {**flat, "architectures": ["Qwen3Eagle3Model"], "target_layer_ids": [tap - 1 for tap in TAPS]},
+        ),
         "speculators": (
             tensors,
             {
@@ -171,6 +177,7 @@ CONFLICTS = {
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, "eagle_aux_hidden_state_layer_ids": TAPS},
         "twice and they differ",
     ),
+    "taps in two dialects": ({"target_layer_ids": [0, 1, 2]}, "twice and they differ"),
     "tap out of range": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"taps \[1, 2, 9\]"),
     "tap count": ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4"),
     "fc width": ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight takes 192 inputs"),
@@ -216,6 +223,8 @@ IDS: dict[str, tuple[dict[str, Any], tuple[int, ...], str]] = {
     "top level, odd": ({"eagle_aux_hidden_state_layer_ids": [3, 7, 10]}, (3, 7, 10), "ambiguous.*4, 8, 11"),
     "nested": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}}, (2, 6, 9), r"outputs \(\+1\)$"),
     "nested, as taps": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 9]}}, (3, 7, 10), "doubtful"),
+    "deepspec": ({"target_layer_ids": [1, 5, 8]}, (2, 6, 9), r"outputs \(\+1\)$"),
+    "deepspec, other layers": ({"target_layer_ids": [3, 7, 11]}, (4, 8, 12), r"outputs \(\+1\)$"),
     "nested layer_ids": ({"eagle_config": {"layer_ids": [9, 6, 2]}}, (2, 6, 9), "layers done$"),
 }
 
@@ -255,6 +264,35 @@ def test_every_setting_says_where_it_was_read(target_path: Callable[..., Path], 
     assert said["norm_before_residual"].source.endswith("ambiguous")
     assert "sliding_window=8 is not heeded" in said["windows"].source
     assert (said["own_head"].value, said["own_head"].source) == (True, "tensors")
+
+
+SAID: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
+    "nothing": ({}, {"norm_output": True}),
+    "true": ({"norm_output": True}, {"norm_output": False}),
+    "false": ({"norm_output": False}, {"norm_output": True, "norm_before_head": False}),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_norm_output_is_tried_as_each_trainer_means_it(
+    name: str, target_path: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As it is read, the head reads normed states, and norm_output says whether they are fed back."""
+    said, others = SAID[name]
+    path = tiny.save_head(tmp_path, tiny.eagle3_tensors(64, 64, 3, tiny.VOCAB), {**tiny.eagle3_config(), **said})
+    with LLM(target_path("llama"), {"model": str(path), "force": True}, max_model_len=64) as llm:
+        assert isinstance(llm.drafter, Eagle3)
+        found = llm.drafter.config
+        readings = {reading.name: reading for reading in llm.drafter.readings() if "norm_before_r" not in reading.name}
+        for flag, value in others.items():
+            reading = readings[f"{flag} {str(value).lower()}"]
+            assert f'"{flag}": {str(value).lower()}' in reading.advice
+            other = reading.apply(llm.drafter)
+            assert isinstance(other, Eagle3)
+            assert other.network.config == replace(found, **{flag: value})  # type: ignore[arg-type]
+    assert (found.norm_output, found.norm_before_head) == (said.get("norm_output", False), True)
+    assert {name.split()[0] for name in readings} - {"taps"} == others.keys()
+    assert ("SpecForge" in found.provenance["norm_output"].source) == bool(said)
 
 
 # a reading: what says the same in config.json, and in speculative_config

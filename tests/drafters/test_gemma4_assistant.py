@@ -16,6 +16,7 @@ from samples import assistant, guide, save_assistant
 
 from outrider import LLM, SamplingParams
 from outrider.drafters.gemma4_assistant import Gemma4Assistant
+from outrider.engine.policy import FixedDepth
 
 WINDOW = tiny.GEMMA4["sliding_window"]
 GREEDY = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, trace=True)
@@ -25,22 +26,27 @@ SMALL: dict[str, Any] = {"max_model_len": 128, "page_size": 4}
 
 
 def slow_draft(
-    target: transformers.PreTrainedModel, model: transformers.PreTrainedModel, tokens: list[int], count: int
+    target: transformers.PreTrainedModel,
+    model: transformers.PreTrainedModel,
+    tokens: list[int],
+    count: int,
+    window: int = WINDOW - 1,
+    lag: int = 0,
 ) -> tuple[list[int], list[torch.Tensor]]:
     """Greedy draft tokens after `tokens`, and their logits. The target has not run the newest token yet; layers with a
-    window see what the newest token's own position would see."""
+    window see so many keys, and drafts are asked for `lag` places before the newest token."""
     ids = torch.tensor([tokens[:-1]])
     with torch.no_grad():
         done = target(input_ids=ids, use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
         shared = {kind: tuple(states) for kind, states in done.shared_kv_states.items()}
-        shared["sliding_attention"] = tuple(x[:, :, -(WINDOW - 1) :] for x in shared["sliding_attention"])
+        shared["sliding_attention"] = tuple(x[:, :, -window:] for x in shared["sliding_attention"])
         state, token = done.hidden_states[-1][:, -1:], tokens[-1]
         drafted, logits = [], []
         for _ in range(count):
             embedding = target.get_input_embeddings()(torch.tensor([[token]]))
             out = model(
                 inputs_embeds=torch.cat([embedding, state], dim=-1),
-                position_ids=torch.tensor([[len(tokens) - 1]]),
+                position_ids=torch.tensor([[len(tokens) - 1 - lag]]),
                 shared_kv_states=shared,
             )
             state, token = out.last_hidden_state, int(out.logits[0, -1].argmax())
@@ -86,6 +92,45 @@ def test_drafts_equal_the_slow_reference(name: str, target_path: Callable[..., P
         looked_at = ours > -torch.inf
         assert int(looked_at.sum()) == (3 * 16 if "centroids" in name else tiny.VOCAB)
         assert (ours - theirs)[looked_at].abs().max() < 1e-4
+
+
+READINGS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    f"window of {WINDOW} keys": ({"num_window_keys": WINDOW}, {"window": WINDOW}),
+    f"window of {WINDOW + 1} keys": ({"num_window_keys": WINDOW + 1}, {"window": WINDOW + 1}),
+    "position of the token before the newest": ({"position_lag": 1}, {"lag": 1}),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_readings_are_what_other_engines_do(name: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """As a reading, and as config.json says it."""
+    said, changes = READINGS[name]
+    path, told = save_assistant(tmp_path / "assistant"), save_assistant(tmp_path / "told")
+    rewrite(told, said, {}, {})
+    target, model = tiny.reference("gemma4"), assistant()
+    drafting = {"num_speculative_tokens": 3, "adaptive": False, "force": True}
+    with LLM(target_path("gemma4"), {"model": str(told), **drafting}, **SMALL) as llm:
+        expected = llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0].trace
+    with LLM(target_path("gemma4"), {"model": str(path), **drafting}, **SMALL) as llm:
+        assert llm.drafter is not None
+        before = llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0].trace
+        readings = {reading.name: reading for reading in llm.drafter.readings()}
+        assert readings.keys() == READINGS.keys()
+        ((key, value),) = said.items()
+        assert f'"{key}": {value}' in readings[name].advice
+        other = readings[name].apply(llm.drafter)
+        assert name not in {reading.name for reading in other.readings()}
+        with llm.engine.drafting_with(FixedDepth(3), other):
+            output = llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0]
+        assert llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0].trace == before
+    assert output.trace == expected
+    text, length, same = PROMPTS[0] + output.token_ids, len(PROMPTS[0]) + 1, True
+    for entry in (output.trace or [])[:24]:
+        count = len(entry["draft"])
+        assert entry["draft"] == slow_draft(target, model, text[:length], count, **changes)[0]
+        same = same and entry["draft"] == slow_draft(target, model, text[:length], count)[0]
+        length += entry["accepted"] + 1
+    assert not same
 
 
 def test_company_and_prefix_hits_change_nothing(target_path: Callable[..., Path], tmp_path: Path) -> None:
@@ -151,6 +196,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     "another size": ({"backbone_hidden_size": 128}, {}, {}, "backbone_hidden_size is 128"),
     "another vocabulary": ({}, {"vocab_size": 300}, {}, "vocab_size is 300"),
     "other heads": ({}, {"per_layer_config": None, "global_head_dim": 16}, {}, "2 key/value heads of 16"),
+    "position": ({"position_lag": 2}, {}, {}, "position_lag"),
     "own keys": ({}, {"num_kv_shared_layers": 1}, {}, "num_kv_shared_layers = 1"),
     "experts": ({}, {"enable_moe_block": True}, {}, "enable_moe_block"),
     "inputs of layers": ({}, {"hidden_size_per_layer_input": 8}, {}, "hidden_size_per_layer_input"),

@@ -1,7 +1,9 @@
 """MTP drafts against a slow reference that recomputes everything, and the modules' pages against those of a fresh run,
 whatever was accepted, however the text came in."""
 
+import json
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +26,7 @@ from torch import Tensor
 from outrider import LLM, SamplingParams
 from outrider.drafters.mtp import MultiTokenPrediction
 from outrider.engine.pages import PagePool
+from outrider.engine.policy import FixedDepth
 from outrider.layers.cached import cached_layers
 from outrider.matrix import support_matrix
 from outrider.types import Draft, Hidden, Step, Verdict
@@ -366,3 +369,51 @@ def test_provenance(sample: Callable[..., Sample]) -> None:
     assert "num_speculative_tokens" in found["modules"].source
     assert found["state of the target"].value == found["state fed on"].value.replace("the module's", "its final")
     assert found["head"].value == "each module's own"
+
+
+def traces(llm: LLM) -> list[Any]:
+    outputs = llm.generate(PROMPTS[1:], replace(GREEDY, max_tokens=12, trace=True))
+    return [output.outputs[0].trace for output in outputs]
+
+
+def test_the_first_embedding_is_zeroed_or_kept(sample: Callable[..., Sample], tmp_path: Path) -> None:
+    """Engines differ: this is a reading, and a key of config.json; both are what the reference does."""
+    made = sample("deepseek_v3", 1)
+    kept = shutil.copytree(made.path, tmp_path / "kept")
+    config = json.loads((kept / "config.json").read_text())
+    (kept / "config.json").write_text(json.dumps({**config, "mtp_zero_first_embedding": False}))
+    options: dict[str, Any] = {"max_model_len": MAX_LEN, "enable_prefix_caching": False}
+    with LLM(made.path, {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}, **options) as llm:
+        assert llm.drafter is not None
+        assert llm.drafter.provenance()["first embedding"].value == "zeroed"
+        (reading,) = llm.drafter.readings()
+        assert '"mtp_zero_first_embedding": false' in reading.advice
+        found = {"zeroed": traces(llm)}
+        other = reading.apply(llm.drafter)
+        assert [each.name for each in other.readings()] == ["first embedding zeroed"]
+        with llm.engine.drafting_with(FixedDepth(3), other):
+            found["kept"] = traces(llm)
+        assert traces(llm) == found["zeroed"]
+    with LLM(kept, {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}, **options) as llm:
+        assert llm.drafter is not None
+        assert llm.drafter.provenance()["first embedding"].value == "kept"
+        assert traces(llm) == found["kept"]
+    assert found["kept"] != found["zeroed"]
+    modules = slow.Deepseek(made.path)
+    for way, of_prompts in found.items():
+        modules.zero_first = way == "zeroed"
+        for text, prompt, trace in zip(made.say(PROMPTS[1:], 12), PROMPTS[1:], of_prompts, strict=True):
+            length, states = len(prompt) + 1, made.states(tuple(text))
+            for entry in trace:
+                count = len(entry["draft"])
+                if count:
+                    expected = slow.draft(modules, 1, text[:length], states[: length - 1], count)
+                    assert entry["draft"] == expected.tokens
+                length += entry["accepted"] + 1
+
+
+def test_where_all_engines_agree_there_is_nothing_to_try(sample: Callable[..., Sample]) -> None:
+    with load(sample("step3p5", 3).path, num_speculative_tokens=2) as llm:
+        assert llm.drafter is not None
+        assert llm.drafter.readings() == []
+        assert "first embedding" not in llm.drafter.provenance()

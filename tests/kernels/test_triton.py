@@ -164,6 +164,22 @@ def test_attention_both_ways(first_key: int) -> None:
     check(found, wanted, torch.float32)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_of_windows_that_begin_alike(causal: bool) -> None:
+    """A row's index says where its window begins, and the last key, where it ends."""
+    batch = batch_of([4, 4], [9, 70], 4, torch.float32)
+    last = batch.indices if causal else torch.tensor([12] * 4 + [73] * 4, device=DEVICE)
+    batch.indices = torch.tensor([9] * 4 + [70] * 4, device=DEVICE)
+    batch.last_key = last
+    q = random(8, 2, 16)
+    pages = (random(100, 4, 1, 16), random(100, 4, 1, 16, seed=5))
+    wanted = attention.paged_attention_reference(
+        q, pages, batch, attention.AttentionOptions(0.3, window=6, both_ways=True)
+    )
+    found = gpu_attention.paged_attention(q, pages, keys_of(batch, last), 0.3, window=6)
+    check(found, wanted, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns", "inner"), [(1, 48, 64), (6, 33, 100), (17, 64, 256), (70, 40, 72)])
 def test_linear(rows: int, columns: int, inner: int, dtype: torch.dtype) -> None:

@@ -338,7 +338,7 @@ def run_modules(target: Target, modules: Modules, chunk: int) -> list[tuple[Tens
 
     hidden = torch.cat([target(batch).last for _, batch in steps()])
     mtp = modules.mtp
-    assert (mtp.reads_normed, mtp.feeds_normed, mtp.chained, mtp.zero_first_embedding) == (False, False, True, False)
+    assert (mtp.reads_normed, mtp.feeds_normed, mtp.chained, mtp.zero_first_embedding) == (False, False, True, None)
     found = []
     for index, module in enumerate(modules.each):
         tokens = torch.tensor(PROMPT).roll(-1 - index)  # the last rows, whose token is not known, are left out below

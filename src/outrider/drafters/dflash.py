@@ -14,6 +14,7 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, Reading, block_rows, draft_chain, drafters, no_draft
 from outrider.drafters.dflash2 import ConvBlock, Selector
 from outrider.drafters.dflash_config import DFlashConfig, resolve
+from outrider.drafters.dflash_mask import LayerMask, remasked
 from outrider.drafters.dflash_reader import canonical_name
 from outrider.drafters.dspark import ConfidenceHead, MarkovHead
 from outrider.drafters.head import twin
@@ -44,7 +45,9 @@ class DFlashNetwork(nn.Module):
             if id(rope) not in shared:
                 shared[id(rope)] = Rotary.from_config(rope, shape.head_dim)
         rotaries = [shared[id(rope)] for rope in config.ropes]
-        self.layers = nn.ModuleList(map(self._block, config.layers, rotaries))
+        self.masks = config.masks
+        shapes = [mask.shape(shape) for mask, shape in zip(config.masks, config.layers, strict=True)]
+        self.layers = nn.ModuleList(map(self._block, shapes, rotaries))
         self.norm = RMSNorm(size, eps)
         self.embed = Embedding(config.vocab_size, size) if config.own_embedding else None
         self.head = Head(config.draft_vocab_size, size, softcap=config.softcap) if config.own_head else None
@@ -78,9 +81,20 @@ class DFlashNetwork(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """A block's embeddings [B R, H] -> what the head reads."""
-        for block in self.layers:
-            x = block(x, batch)
+        rows = {mask: mask.rows(batch) for mask in dict.fromkeys(self.masks)}
+        for block, mask in zip(self.layers, self.masks, strict=True):
+            x = block(x, rows[mask])
         return self.norm(x)
+
+    def remasked(self, masks: tuple[LayerMask, ...]) -> DFlashNetwork:
+        """The same network, with its weights and cache memory, under other masks."""
+        other = twin(self)
+        other.masks = masks
+        other.layers = nn.ModuleList()
+        for block, mask in zip(self.layers, masks, strict=True):
+            assert isinstance(block, DecoderBlock)
+            other.layers.append(remasked(block, mask))
+        return other
 
 
 @drafters.register("dflash", "dspark")
@@ -115,7 +129,7 @@ class DFlash(Drafter):
     def recognises(cls, config: Mapping[str, Any]) -> int:
         names = [str(name).lower() for name in config.get("architectures") or []]
         names += [str(config.get(key, "")).lower() for key in ("speculators_model_type", "model_type")]
-        marks = ("dflash", "dspark", "muse_glimmer_assistant")
+        marks = ("dflash", "dspark", "muse_glimmer_assistant", "domino")  # the last to be refused by name
         if any(mark in name for name in names for mark in marks):
             return 3
         return 3 if "dflash_config" in config else 0
@@ -125,13 +139,22 @@ class DFlash(Drafter):
     def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
         # Rows of rejected drafts are written as well, at the places of the newest token and after it: where the block
         # reads there, it has written first, and the next pass overwrites both.
-        self.network.remember(hidden.taps, step.batch)
+        self.network.remember(self._context(hidden.taps), step.batch)
         if not step.depth:
             return no_draft(step, self.lookahead)
         first = 0 if self.config.from_anchor else 1  # the first row that predicts a token
         batch = block_rows(step, self._block_tokens(step, step.depth + first))
         rows = self.network(self._embed(batch), batch).view(len(batch.slots), -1, self.config.hidden_size)[:, first:]
         return self._limit(step, rows, self._choose(step, rows, self.logits(rows.flatten(0, 1))))
+
+    def _context(self, taps: Tensor) -> Tensor:
+        """The target's taps [T, n, H_t] as the drafter takes them."""
+        if not (self.config.last_tap_normed and self._taps_last_layer()):
+            return taps
+        return torch.cat([taps[:, :-1], self._target[0].norm(taps[:, -1:])], dim=1)
+
+    def _taps_last_layer(self) -> bool:
+        return self.taps[-1] == self._target[0].num_layers
 
     def _block_tokens(self, step: Step, num_rows: int) -> Tensor:
         """The newest token of every request, then masks, [B, num_rows]."""
@@ -205,7 +228,35 @@ class DFlash(Drafter):
                 readings.append(_reading(f"taps {shift:+d}", advice, taps=taps))
         flag = f"sample_from_anchor {str(not config.from_anchor).lower()}"
         readings.append(_reading(flag, f"set {flag} in the drafter's config.json", from_anchor=not config.from_anchor))
-        return readings
+        if self._taps_last_layer():
+            normed = not config.last_tap_normed
+            advice = f'set "tap_after_final_norm": {str(normed).lower()} in the drafter\'s config.json'
+            side = "after" if normed else "before"
+            readings.append(_reading(f"last tap {side} the final norm", advice, last_tap_normed=normed))
+        return readings + self._readings_of_windows()
+
+    def _readings_of_windows(self) -> list[Reading]:
+        """Whether rows within a window see those after them, and where it is counted from."""
+        masks = self.config.masks
+        slides = [mask for mask in masks if mask.window]
+        if not slides:
+            return []
+        causal, anchored = not slides[0].causal, not slides[0].anchored
+        ordered = tuple(replace(mask, causal=causal) if mask.window else mask for mask in masks)
+        placed = tuple(replace(mask, anchored=anchored) for mask in masks)
+        place = "in the drafter's config.json"
+        return [
+            _reading(
+                f"windows {'causal' if causal else 'both ways'}",
+                f'set "sliding_window_non_causal": {str(not causal).lower()} {place}, without is_causal',
+                masks=ordered,
+            ),
+            _reading(
+                f"windows from {'the anchor' if anchored else 'every row'}",
+                f'set "window_from_anchor": {str(anchored).lower()} {place}',
+                masks=placed,
+            ),
+        ]
 
     # loading
 
@@ -273,6 +324,8 @@ def _reading(name: str, advice: str, **changes: Any) -> Reading:
         assert isinstance(other, DFlash)
         other.config = replace(other.config, **changes)
         other.taps = other.config.taps
+        if "masks" in changes:
+            other.network = other.network.remasked(other.config.masks)
         return other
 
     return Reading(name, advice, apply)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.drafters.dflash2 import ConvShape, SelectorShape, read_conv, read_selector
-from outrider.drafters.dflash_reader import FamilyReader, canonical_name, read_attention, read_ropes
+from outrider.drafters.dflash_mask import LayerMask
+from outrider.drafters.dflash_reader import FamilyReader, canonical_name, read_attention, read_masks, read_ropes
 from outrider.drafters.dspark import CorrectionShape, read_correction
 from outrider.kernels.activation import GATED
 from outrider.layers.attention import AttentionShape
@@ -17,6 +18,7 @@ from outrider.types import Checkpoint, Resolved
 _MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _OUTPUT_IDS = ("target_layer_ids", "dspark_target_layer_ids", "layer_ids")
 _TAP_IDS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+_NAMING_KEYS = ("projector_type", "speculators_model_type", "model_type")
 # keys that change the computation and are not built: key -> the values that ask for nothing
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention_mode": ("gqa", "mha"),
@@ -38,10 +40,12 @@ class DFlashConfig:
     activation: str
     eps: float
     layers: tuple[AttentionShape, ...]
+    masks: tuple[LayerMask, ...]  # of every layer
     ropes: tuple[dict[str, Any], ...]  # of every layer
     half_split: bool  # rotary pairs (j, j + half); False: neighbours, whose rows are moved at load
     fused: bool  # q, k and v are one tensor on disk
     taps: tuple[int, ...]
+    last_tap_normed: bool  # a tap after the target's last layer is taken after its final norm
     block_size: int  # rows of a block in training
     mask_token: int
     from_anchor: bool  # the newest token's own row predicts the first draft token
@@ -62,6 +66,7 @@ class DFlashConfig:
 def resolve(checkpoint: Checkpoint, target: Target, taps: tuple[int, ...] | None) -> DFlashConfig:
     present = {canonical_name(name): checkpoint.shape(name) for name in checkpoint.names()}
     reader = FamilyReader(checkpoint.config, present)
+    _refuse_domino(reader)
     for key, supported in _UNSUPPORTED.items():
         for place, value in reader.found(key).items():
             if value not in supported:
@@ -76,10 +81,12 @@ def resolve(checkpoint: Checkpoint, target: Target, taps: tuple[int, ...] | None
         activation=_activation(reader),
         eps=reader.layer.get("rms_norm_eps", 1e-6),
         layers=read_attention(reader, num_layers),
+        masks=read_masks(reader, num_layers),
         ropes=read_ropes(reader, num_layers),
         half_split=bool(reader.one("rope_is_neox_style", "is_neox_style", default=True)),
         fused=reader.has("fused_projections", "layers.0.self_attn.qkv_proj.weight"),
         taps=_taps(reader, target, num_layers, taps),
+        last_tap_normed=bool(reader.one("tap_after_final_norm", default=False)),
         block_size=reader.one("block_size", "dspark_block_size", default=8 if reader.is_speculators else 16),
         mask_token=_mask_token(reader, checkpoint),
         from_anchor=_from_anchor(reader),
@@ -98,6 +105,16 @@ def resolve(checkpoint: Checkpoint, target: Target, taps: tuple[int, ...] | None
     )
     _check(config, present, target)
     return config
+
+
+def _refuse_domino(reader: FamilyReader) -> None:
+    """Before anything else is looked at, so that nobody searches for a mistake in the file."""
+    named = any("domino" in str(value).lower() for value in reader.found("architectures", *_NAMING_KEYS).values())
+    if named or any("prefix_gru" in name for name in reader.tensors):
+        raise ValueError(
+            "Domino drafters are not supported: a GRU (prefix_gru) that is not built here corrects their logits; use a "
+            "dflash or dspark drafter for this target"
+        )
 
 
 def _activation(reader: FamilyReader) -> str:

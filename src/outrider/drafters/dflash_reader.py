@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from outrider.drafters.dflash_mask import LayerMask
 from outrider.drafters.head import Reader
 from outrider.layers.attention import AttentionShape
 from outrider.models.base import require
@@ -64,9 +65,7 @@ class FamilyReader(Reader):
 
 
 def layer_kinds(reader: FamilyReader, num_layers: int) -> list[str]:
-    """Full or sliding, for every layer."""
-    if reader.one("use_swa", default=False):
-        return [SLIDING] * num_layers
+    """Full or sliding, for every layer, as layer_types says it; `use_swa` gives all of them a window besides."""
     kinds = reader.layer.get("layer_types")
     if kinds is None and reader.layer.get("use_sliding_window"):  # as Qwen3's own config is read
         first = reader.layer.get("max_window_layers", 28)
@@ -82,10 +81,9 @@ def layer_kinds(reader: FamilyReader, num_layers: int) -> list[str]:
 
 
 def read_attention(reader: FamilyReader, num_layers: int) -> tuple[AttentionShape, ...]:
-    layer, kinds = reader.layer, layer_kinds(reader, num_layers)
+    """Of every layer, but for its mask."""
+    layer = reader.layer
     hidden_size, num_heads = require(layer, "hidden_size", "num_attention_heads")
-    window = _window(reader) if SLIDING in kinds else 0
-    causal = _causality(reader, kinds)
     shape = AttentionShape(
         hidden_size=hidden_size,
         num_heads=num_heads,
@@ -101,10 +99,7 @@ def read_attention(reader: FamilyReader, num_layers: int) -> tuple[AttentionShap
     wanted = reader.one("attention_sink_bias", default=any(sinks))
     if bool(wanted) != any(sinks):
         raise ValueError(f"attention_sink_bias is {wanted}, but the tensors say {any(sinks)}: the config is another's")
-    return tuple(
-        replace(shape, window=window if kind == SLIDING else 0, both_ways=not causal[kind], sinks=sink)
-        for kind, sink in zip(kinds, sinks, strict=True)
-    )
+    return tuple(replace(shape, sinks=sink) for sink in sinks)
 
 
 def _bias(reader: FamilyReader) -> bool:
@@ -124,23 +119,43 @@ def _window(reader: FamilyReader) -> int:
     return window
 
 
-def _causality(reader: FamilyReader, kinds: list[str]) -> dict[str, bool]:
-    """Whether a row of the block is hidden from the rows before it, by kind of layer. Said for all layers, or for
-    the sliding ones (speculators); else sliding layers are causal and full ones are not."""
+def read_masks(reader: FamilyReader, num_layers: int) -> tuple[LayerMask, ...]:
+    kinds = layer_kinds(reader, num_layers)
+    everywhere = bool(reader.one("use_swa", default=False))
+    slides = [everywhere or kind == SLIDING for kind in kinds]
+    window = _window(reader) if any(slides) else 0
+    causal = _causality(reader, kinds, slides)
+    anchored = any(slides) and _anchored(reader)
+    return tuple(LayerMask(window if slide else 0, each, anchored) for slide, each in zip(slides, causal, strict=True))
+
+
+def _anchored(reader: FamilyReader) -> bool:
+    said = reader.one("window_from_anchor")
+    if said is None:  # engines count from every row, whoever trained
+        source = "default of speculators' trainers" if reader.is_speculators else "default"
+        return bool(reader.note("window_from_anchor", reader.is_speculators, source))
+    return bool(said)
+
+
+def _causality(reader: FamilyReader, kinds: list[str], slides: list[bool]) -> list[bool]:
+    """Whether a row of the block is hidden from the rows before it, by layer. Said for all layers, or for those with
+    a window (speculators); else the layers that layer_types calls sliding are causal, and no others."""
     overall = reader.one("is_causal", "causal")
     both_ways = reader.one("sliding_window_non_causal")
     if overall is not None:
-        if both_ways is not None and SLIDING in kinds and bool(overall) == bool(both_ways):
+        if both_ways is not None and any(slides) and bool(overall) == bool(both_ways):
             raise ValueError(
                 f"is_causal = {overall} and sliding_window_non_causal = {both_ways} contradict each other: remove one"
             )
-        return {FULL: bool(overall), SLIDING: bool(overall)}
-    if reader.is_muse:
-        return reader.note("causal_within_block", {FULL: False, SLIDING: False}, "default of the dialect")
-    source = "sliding_window_non_causal, of sliding layers only"
-    if both_ways is None:
-        both_ways, source = reader.kind == "dflash2" and reader.is_speculators, "default"
-    return reader.note("causal_within_block", {FULL: False, SLIDING: not both_ways}, source)
+        return [bool(overall)] * len(kinds)
+    if both_ways is not None:
+        causal, source = [slide and not both_ways for slide in slides], "sliding_window_non_causal, of windows only"
+    elif reader.is_muse or (reader.kind == "dflash2" and reader.is_speculators):
+        causal, source = [False] * len(kinds), "default of the dialect"
+    else:
+        causal, source = [kind == SLIDING for kind in kinds], "default"
+    reader.note("causal_within_block", tuple(causal), source)
+    return causal
 
 
 def read_ropes(reader: FamilyReader, num_layers: int) -> tuple[dict[str, Any], ...]:

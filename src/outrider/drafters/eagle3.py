@@ -78,12 +78,12 @@ class Eagle3Network(FeedbackNetwork):
         return self.fc(flat if self.input_norm is None else self.input_norm(flat))
 
     def forward(self, embedding: Tensor, state: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """-> what the head reads (after the norm), and what is fed back."""
+        """-> what the head reads, and what is fed back."""
         x = self.first(embedding, state, batch, norm_before_residual=self.config.norm_before_residual)
         for block in self.rest:
             x = block(x, batch)
         normed = self.norm(x)
-        return normed, normed if self.config.norm_output else x
+        return normed if self.config.norm_before_head else x, normed if self.config.norm_output else x
 
     def follow(self, embedding: Tensor, state: Tensor, batch: Batch) -> None:
         """A single layer, as most heads have, need not be computed beyond its keys and values."""
@@ -143,6 +143,8 @@ class Eagle3(FeedbackDrafter):
                 advice = f'set "taps" to {list(taps)} in speculative_config'
                 readings.append(_reading(f"taps {shift:+d}", advice, taps=taps))
         flags = {"norm_before_residual": config.norm_before_residual, "norm_output": config.norm_output}
+        if not config.norm_output and config.provenance["norm_output"].source != "default":
+            flags["norm_before_head"] = config.norm_before_head  # what SpecForge's trainer means by norm_output false
         for flag, value in flags.items():
             now = str(not value).lower()
             advice = f'set "{flag}": {now} at the top level of the head\'s config.json'

@@ -1,5 +1,5 @@
 """How an EAGLE-3 checkpoint is read: every field of every dialect becomes one canonical form, and says where from.
-Dialects: the original repository and SpecForge (flat keys), speculators (nested), ModelOpt (`eagle_config`)."""
+Dialects: the original, SpecForge's and DeepSpec's (flat keys), speculators' (nested), ModelOpt's (`eagle_config`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Eagle3Config:
     fc_bias: bool
     fc_norm: bool
     norm_before_fc: bool
-    norm_output: bool
+    norm_output: bool  # what is fed back is normed
+    norm_before_head: bool
     norm_before_residual: bool
     own_embedding: bool
     own_head: bool
@@ -65,7 +66,8 @@ def resolve(checkpoint: Checkpoint, target: Target, taps: tuple[int, ...] | None
         fc_bias=use_taps and reader.has("fc_bias", "fc.bias", "bias"),
         fc_norm=use_taps and bool(_either(reader, "fc_norm", "use_aux_norm")),
         norm_before_fc=use_taps and bool(reader.get("norm_before_fc", False)),
-        norm_output=bool(reader.get("norm_output", False)),
+        norm_output=_norm_output(reader),
+        norm_before_head=bool(reader.get("norm_before_head", True)),
         norm_before_residual=_norm_before_residual(reader),
         own_embedding=own_embedding,
         own_head=own_head,
@@ -130,12 +132,14 @@ def _usual(num_layers: int) -> tuple[int, ...]:
 
 
 def _named_ids(reader: Reader, num_layers: int) -> list[_Ids]:
-    """Ids at the top level, and `layer_ids` of eagle_config, count layers done, as taps do. Other ids in eagle_config
-    name the layer whose output is meant, so one is added. Not all checkpoints keep to it, so doubts are told."""
-    nested = reader.places.get("eagle_config", {})
-    key = "eagle_aux_hidden_state_layer_ids"
+    """Ids at the top level, and `layer_ids` of eagle_config, count layers done, as taps do. Other ids in eagle_config,
+    and DeepSpec's `target_layer_ids`, name the layer whose output is meant, so one is added. Not all checkpoints keep
+    to it, so doubts are told; only DeepSpec writes its key."""
+    nested, top = reader.places.get("eagle_config", {}), reader.places["config.json"]
+    key, deepspec = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
     given = [
-        (key, reader.places["config.json"].get(key), 0),
+        (key, top.get(key), 0),
+        (deepspec, top.get(deepspec), 1),
         (f"eagle_config {key}", nested.get(key), 1),
         ("eagle_config layer_ids", nested.get("layer_ids"), 0),
     ]
@@ -149,7 +153,7 @@ def _named_ids(reader: Reader, num_layers: int) -> list[_Ids]:
         source = f"{name}, {ways[shift]}"
         if other == _usual(num_layers):
             source += f"; doubtful: {ways[1 - shift]} they are the usual {list(other)}"
-        elif taps != _usual(num_layers) and not reader.is_speculators:
+        elif taps != _usual(num_layers) and not reader.is_speculators and name != deepspec:
             source += f"; ambiguous: {ways[1 - shift]} they are {list(other)}"
         readings.append(_Ids(taps, source))
     return readings
@@ -163,6 +167,17 @@ def _either(reader: Reader, key: str, older: str) -> Any:
         raise ValueError(f"{key} and {older} mean the same but differ ({given}): remove one of them")
     source = " and ".join(given) or "default"
     return reader.note(key, next(iter(given.values()), False), source)
+
+
+def _norm_output(reader: Reader) -> bool:
+    """Engines and speculators' trainer: what is fed back is normed. SpecForge's trainer: what the head reads is, and
+    the state is fed back as it is."""
+    value = bool(reader.get("norm_output", False))
+    source = reader.provenance["norm_output"].source
+    if source != "default" and not reader.is_speculators:
+        trained = "the head reads the normed state" if value else "the head reads the state without a norm"
+        source += f"; ambiguous: to SpecForge's trainer it says that {trained}, and nothing of what is fed back"
+    return bool(reader.note("norm_output", value, source))
 
 
 def _norm_before_residual(reader: Reader) -> bool:

@@ -1,5 +1,5 @@
 """Gemma 4's assistant: a few layers with queries only, which read keys and values that the target wrote.
-It writes none itself, so all drafted tokens are asked for from one position: that of the newest token."""
+It writes none itself, so all drafted tokens are asked for from one position, by default that of the newest token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, draft_chain, drafters, no_draft
+from outrider.drafters.base import Drafter, Reading, draft_chain, drafters, no_draft
+from outrider.drafters.head import twin
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.embedding import Head
 from outrider.layers.linear import Linear
@@ -26,6 +27,7 @@ from outrider.models.gemma4 import DEFAULT_ROPE, DEFAULTS, Gemma4Block, head_sha
 from outrider.types import Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
 
 ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+POSITIONS = ("the newest token", "the token before the newest")  # by position_lag
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -37,6 +39,8 @@ class AssistantConfig:
     num_centroids: int  # 0: the head is whole
     num_chosen: int  # centroids whose tokens are looked at
     head_name: str  # the tensor that is the head
+    num_window_keys: int  # that layers with a window see; none of them is the newest token's, which has no key yet
+    position_lag: int  # 0: drafts are asked for from the newest token's position; 1: from that of the token before it
     provenance: dict[str, Resolved]
 
 
@@ -66,16 +70,40 @@ def resolve(checkpoint: Checkpoint, target: Target) -> AssistantConfig:
     num_centroids, num_chosen = require(config, "num_centroids", "centroid_intermediate_top_k") if ordered else (0, 0)
     tied = bool(config.get("tie_word_embeddings", True))
     head_name = EMBEDDING if tied and EMBEDDING in checkpoint.names() else HEAD
+    num_window_keys, window_source = _window(config, text, kinds)
+    position_lag = config.get("position_lag", 0)
+    if position_lag not in (0, 1):
+        raise ValueError(f"config.json: position_lag must be 0 or 1, not {position_lag!r}")
+    doubt = "; ambiguous: engines differ"
     provenance = {
         "backbone_hidden_size": Resolved(target_size, "config.json"),
         "layer_types": Resolved(tuple(kinds), "text_config"),
         "head": Resolved(head_name, "tie_word_embeddings and tensors"),
         "centroids": Resolved(f"{num_chosen} of {num_centroids}" if ordered else None, "use_ordered_embeddings"),
-        "position": Resolved("of the newest token, for all drafts", "the method"),
+        "window keys": Resolved(num_window_keys, window_source),
+        "position": Resolved(
+            f"of {POSITIONS[position_lag]}, for all drafts",
+            "config.json position_lag" if "position_lag" in config else f"default{doubt}",
+        ),
     }
-    resolved = AssistantConfig(text, kinds, target_size, num_centroids, num_chosen, head_name, provenance)
+    resolved = AssistantConfig(
+        text, kinds, target_size, num_centroids, num_chosen, head_name, num_window_keys, position_lag, provenance
+    )
     _check(resolved, target)
     return resolved
+
+
+def _window(config: dict[str, Any], text: dict[str, Any], kinds: list[str]) -> tuple[int, str]:
+    """How many keys layers with a window see, and who says so. By default those that the newest token's own position
+    would see: it is one of the window, but has no key yet."""
+    if "sliding_attention" not in kinds:
+        return 0, "layer_types"
+    (window,) = require(text, "sliding_window")
+    if window < 2:
+        raise ValueError("config.json: sliding_window must be at least 2, or such layers would see nothing")
+    if "num_window_keys" in config:
+        return config["num_window_keys"], "config.json num_window_keys"
+    return window - 1, "default, sliding_window less the newest token; ambiguous: engines differ"
 
 
 def _check(config: AssistantConfig, target: Target) -> None:
@@ -100,8 +128,6 @@ def _check(config: AssistantConfig, target: Target) -> None:
                 f"the assistant's {kind} layers read {num_kv_heads} key/value heads of {head_dim}, but the target's "
                 f"have {source.shape.num_kv_heads} of {source.shape.head_dim}: it belongs to another target"
             )
-    if "sliding_attention" in config.kinds and require(config.text, "sliding_window")[0] < 2:
-        raise ValueError("config.json: sliding_window must be at least 2, or such layers would see nothing")
     if config.num_centroids and config.text["vocab_size"] % config.num_centroids:
         raise ValueError(
             f"config.json: num_centroids {config.num_centroids} does not divide the vocabulary of "
@@ -170,8 +196,7 @@ class AssistantNetwork(nn.Module):
             num_heads=text["num_attention_heads"],
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            # The newest token has no key yet, but is one of those that its position's window holds.
-            window=text["sliding_window"] - 1 if kind == "sliding_attention" else 0,
+            window=self.config.num_window_keys if kind == "sliding_attention" else 0,
             qkv_bias=bias,
             output_bias=bias,
         )
@@ -180,6 +205,21 @@ class AssistantNetwork(nn.Module):
         text = self.config.text
         mlp = GatedMLP(text["hidden_size"], text["intermediate_size"], activation=gated_activation(text))
         return Gemma4Block(attention, mlp, [self._norm() for _ in range(4)], None, None)
+
+    def with_window(self, num_keys: int) -> AssistantNetwork:
+        """The same network, where layers with a window see so many keys."""
+        other = twin(self)
+        other.layers = nn.ModuleList()
+        for layer in self.layers:
+            assert isinstance(layer, Gemma4Block)
+            changed = twin(layer)
+            if isinstance(layer.attention, SharedAttention) and layer.attention.shape.window:
+                attention = twin(layer.attention)
+                attention.shape = replace(attention.shape, window=num_keys)
+                attention.options = replace(attention.options, window=num_keys)
+                changed.attention = attention
+            other.layers.append(changed)
+        return other
 
     def forward(self, embedding: Tensor, state: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The target's embedding and hidden state [B, H_t] -> what the head reads, and what is fed back."""
@@ -236,14 +276,14 @@ class Gemma4Assistant(Drafter):
         return draft_chain(step, self.lookahead, advance(newest, 0), advance)
 
     def _rows(self, step: Step, verdict: Verdict) -> Batch:
-        """One row for each request: sees what the target has computed, from the place right after it."""
+        """One row for each request: sees what the target has computed, by default from the place right after it."""
         batch = step.batch
         request = torch.arange(len(batch.slots), device=batch.slots.device)
         seen = step.starts + verdict.kept - 1  # index of the last key
         return replace(
             batch,
             input_ids=request,
-            positions=step.state.positions_at(batch.slots, seen + 1),
+            positions=step.state.positions_at(batch.slots, seen + 1 - self.config.position_lag),
             indices=seen,
             query_start=torch.arange(len(request) + 1, dtype=torch.int32, device=request.device),
             request=request,
@@ -255,6 +295,21 @@ class Gemma4Assistant(Drafter):
             last_key=None,
             memo={},
         )
+
+    # other ways to read the checkpoint
+
+    def readings(self) -> list[Reading]:
+        """Four engines give four answers: how many keys a window holds, and where drafts are asked for from."""
+        config, readings = self.config, []
+        if config.num_window_keys:
+            window = config.text["sliding_window"]
+            for count in (window - 1, window, window + 1):
+                if count != config.num_window_keys:
+                    advice = f'set "num_window_keys": {count} at the top level of the assistant\'s config.json'
+                    readings.append(_reading(f"window of {count} keys", advice, num_window_keys=count))
+        lag = 1 - config.position_lag
+        advice = f'set "position_lag": {lag} at the top level of the assistant\'s config.json'
+        return [*readings, _reading(f"position of {POSITIONS[lag]}", advice, position_lag=lag)]
 
     # loading
 
@@ -289,3 +344,15 @@ class Gemma4Assistant(Drafter):
             block |= shared_attention_weights(layer.attention, f"{source}self_attn.", "attention.")
             weights |= {f"{name}{parameter}": weight for parameter, weight in block.items()}
         return {f"network.{parameter}": weight for parameter, weight in weights.items()}
+
+
+def _reading(name: str, advice: str, **changes: int) -> Reading:
+    def apply(drafter: Drafter) -> Drafter:
+        other = twin(drafter)
+        assert isinstance(other, Gemma4Assistant)
+        other.config = replace(other.config, **changes)  # type: ignore[arg-type]
+        if "num_window_keys" in changes:
+            other.network = other.network.with_window(other.config.num_window_keys)
+        return other
+
+    return Reading(name, advice, apply)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, drafters, extend, shifted
+from outrider.drafters.base import Drafter, Reading, drafters, extend, shifted
+from outrider.drafters.head import twin
 from outrider.kernels.sampling import choose
 from outrider.layers.embedding import embed_rows
 from outrider.layers.mtp import MtpModule
@@ -166,6 +167,14 @@ class MultiTokenPrediction(Drafter):
         head = module.head if module.head is not None else self._target[0].head
         return head(fed if self.mtp.feeds_normed else module.norm(fed))
 
+    def readings(self) -> list[Reading]:
+        zeroed = self.mtp.zero_first_embedding
+        if zeroed is None:
+            return []
+        name = "first embedding kept" if zeroed else "first embedding zeroed"
+        advice = f'set "mtp_zero_first_embedding": {str(not zeroed).lower()} in the target\'s config.json'
+        return [Reading(name, advice, _with_other_first_embedding)]
+
     # loading
 
     def _weights(self) -> list[dict[str, Weight]]:
@@ -195,6 +204,7 @@ class MultiTokenPrediction(Drafter):
             count = "the target's config.json"
         reads, feeds = ("after" if normed else "before" for normed in (mtp.reads_normed, mtp.feeds_normed))
         first = self.module(0)
+        zeroed = {} if mtp.zero_first_embedding is None else {"first embedding": self._first_embedding()}
         return {
             "modules": Resolved(self.num_modules, count),
             "taps": Resolved(self.taps, family),
@@ -203,7 +213,21 @@ class MultiTokenPrediction(Drafter):
             "chained": Resolved(mtp.chained, family),
             "embedding": Resolved("the target's" if first.embed is None else "each module's own", family),
             "head": Resolved("the target's" if first.head is None else "each module's own", family),
+            **zeroed,
         }
+
+    def _first_embedding(self) -> Resolved:
+        key = "mtp_zero_first_embedding"
+        said = key in self._target[0].config
+        source = f"the target's config.json {key}" if said else "default, as in vLLM; ambiguous: others keep it"
+        return Resolved("zeroed" if self.mtp.zero_first_embedding else "kept", source)
+
+
+def _with_other_first_embedding(drafter: Drafter) -> Drafter:
+    other = twin(drafter)
+    assert isinstance(other, MultiTokenPrediction)
+    other.mtp = replace(other.mtp, zero_first_embedding=not other.mtp.zero_first_embedding)
+    return other
 
 
 def _prefix(weights: dict[str, Weight]) -> str:

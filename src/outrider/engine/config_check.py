@@ -78,7 +78,7 @@ _KINDS: dict[Kind, str] = {
     "moe_intermediate_size moe_shared_expert_intermediate_size share_expert_dim share_expert_dims moe_latent_size "
     "mamba_num_heads mamba_head_dim ssm_state_size n_groups mamba_n_groups "
     "backbone_hidden_size target_hidden_size draft_vocab_size block_size dspark_block_size num_aux_hidden_states "
-    "sliding_window_pattern moe_layer_freq spatial_merge_size conv_group_size",
+    "sliding_window_pattern moe_layer_freq spatial_merge_size conv_group_size num_window_keys",
     COUNT: "hidden_size_per_layer_input vocab_size_per_layer_input num_experts num_local_experts n_routed_experts "
     "moe_num_experts num_experts_per_tok moe_top_k top_k_experts n_shared_experts sliding_window num_kv_shared_layers "
     "first_k_dense_replace num_centroids centroid_intermediate_top_k swa_window_size markov_rank selector_rank "
@@ -86,6 +86,7 @@ _KINDS: dict[Kind, str] = {
     replace(COUNT, null=LEFT_OUT): "max_window_layers",
     replace(SIZE, null=LEFT_OUT): "decoder_sparse_step n_group topk_group",
     _whole(1, 64): "conv_kernel mamba_d_conv",
+    _whole(0, 1): "position_lag",
     _whole(0, 64): "num_nextn_predict_layers num_mtp_layers conv_kernel_size",
     replace(LAYERS, null=LEFT_OUT): "num_hidden_layers",
     _whole(1, 2**31): "max_position_embeddings",
@@ -112,7 +113,8 @@ _KINDS: dict[Kind, str] = {
     "norm_expert_weight use_ordered_embeddings truncate use_aux_hidden_state use_aux_norm fc_norm norm_before_fc "
     "norm_output norm_before_residual sample_from_anchor rope_is_neox_style is_neox_style use_swa is_causal causal "
     "sliding_window_non_causal enable_confidence_head confidence_head_with_markov attention_sink_bias bias fusion_bias "
-    "layernorms use_last_layernorm use_input_layernorm_in_first_layer qkv_bias use_mtp_layernorm next_layer_regular",
+    "layernorms use_last_layernorm use_input_layernorm_in_first_layer qkv_bias use_mtp_layernorm next_layer_regular "
+    "norm_before_head window_from_anchor tap_after_final_norm mtp_zero_first_embedding",
     replace(FLAG, other=TEXT): "use_bidirectional_attention",
     TEXT: "model_type hidden_act hidden_activation mlp_hidden_act mamba_hidden_act topk_method scoring_func "
     "speculators_model_type dtype torch_dtype rope_type type attention_type hybrid_override_pattern "

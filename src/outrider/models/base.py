@@ -29,7 +29,7 @@ class Mtp:
     reads_normed: bool  # module 0 takes the target's hidden state after the final norm, else before it
     feeds_normed: bool  # what is fed back, or to the next module, is the module's output after its norm
     chained: bool = True  # module k + 1 takes module k's output, else the target's hidden state like module 0
-    zero_first_embedding: bool = False  # at position 0
+    zero_first_embedding: bool | None = None  # at position 0; None: no engine of the family does, so nobody asks
     copies: tuple[str, ...] = ()  # patterns of the modules' tensors that are the target's own, stored again
 
 

@@ -47,7 +47,7 @@ class DeepseekV3(DeepseekV2):
             weights=self.mtp_weights,
             reads_normed=True,
             feeds_normed=True,
-            zero_first_embedding=True,
+            zero_first_embedding=bool(self.config.get("mtp_zero_first_embedding", True)),
             copies=(r"\.embed_tokens\.weight$", r"\.shared_head\.head\.weight$"),
         )
 
