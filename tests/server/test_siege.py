@@ -85,10 +85,12 @@ def test_grammars_have_a_queue_of_their_own(serve: Serve, llm: LLM, monkeypatch:
         assert running.post(COMPLETIONS, known).status_code == 200
     honest = llm.engine.grammars.trial.check
     monkeypatch.setattr(
-        llm.engine.grammars.trial, "check", lambda guided: go_on.wait(60) if guided.regex == "[ab]+" else honest(guided)
+        llm.engine.grammars.trial,
+        "check",
+        lambda guided: go_on.wait(60) if guided.regex == "(ab|siege)+" else honest(guided),
     )
     with serve() as running, ThreadPoolExecutor(8) as pool, others(running):
-        asked = [pool.submit(running.post, COMPLETIONS, PLAIN | {"guided_regex": "[ab]+"}) for _ in range(6)]
+        asked = [pool.submit(running.post, COMPLETIONS, PLAIN | {"guided_regex": "(ab|siege)+"}) for _ in range(6)]
         wait_for(lambda: sum(each.done() for each in asked) == 3, 30)  # two are compiled, one waits
         refused = [each.result() for each in asked if each.done()]
         assert {answer.status_code for answer in refused} == {503}
@@ -446,7 +448,7 @@ def test_whoever_prepares_may_fail_in_any_way(running: Running, llm: LLM, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.grammars.trial, "check", panic)
-        answer = running.post(COMPLETIONS, PLAIN | {"guided_regex": "[ab]+"})
+        answer = running.post(COMPLETIONS, PLAIN | {"guided_regex": "(ab|siege)+"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
     assert running.post(COMPLETIONS, PLAIN).status_code == 200
 
