@@ -28,6 +28,7 @@ class Tile:
     block_m: int
     block_n: int
     stages: int
+    warps: int = 4
 
 
 @triton.jit
@@ -262,6 +263,7 @@ def linear(
     gated: bool,
     exact: bool,
     out: Tensor | None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """x [T, in], data [out, words] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up.
     scale and offset [groups, out]; `group`: numbers that share one, 0: all of a row. `exact`: a row's bits do not
@@ -276,7 +278,7 @@ def linear(
     num_parts = 1 if kind == DENSE else 2 if kind > NUMBERS[Kind.FP4] else 4
     run = part * num_parts
     num_runs = triton.cdiv(inner, run)
-    tile = tile_for(num_rows, inner, num_parts, gated, exact, x.element_size())
+    tile = tile or tile_for(num_rows, inner, num_parts, gated, exact, x.element_size())
     even = inner % (run * tile.slices) == 0
     early = launch.early(x)
     nothing = out if scale is None else scale
@@ -288,7 +290,8 @@ def linear(
         KIND=kind, PART=part, GROUP=group, EVEN=even, HAS_SCALE=scale is not None, HAS_OFFSET=offset is not None,
         GATED=gated, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, IEEE=x.dtype == torch.float32,
         FAST=x.is_cuda and x.dtype == torch.bfloat16, SLICES=tile.slices, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        STAGES=tile.stages, EARLY=bool(early), num_warps=4, num_stages=tile.stages, **launch.options(bool(early)),
+        STAGES=tile.stages, EARLY=bool(early), num_warps=tile.warps, num_stages=tile.stages,
+        **launch.options(bool(early)),
     )  # fmt: skip
     return out
 
@@ -298,8 +301,10 @@ def tile_for(num_rows: int, inner: int, num_parts: int, gated: bool, exact: bool
     block_m = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
     slices = 8 if num_parts > 1 and inner >= LONG and block_m < 32 and not exact and not gated else 4
     block_n = 16 if block_m == 8 or (gated and num_parts < 4) else 32
-    if gated and num_parts == 4:
+    if num_parts == 4 and gated:
         block_n = 32
+    elif num_parts == 4 and num_rows > 32:
+        block_n = 64
     stages = 3 if gated or block_m == 32 else 4
     matrices = 2 if gated else 1
     while stages > 2 and stages * slices * 128 * num_bytes * (block_n * matrices / num_parts + block_m) > MAX_SHARED:
