@@ -223,8 +223,8 @@ def _load(
 
 
 def _is_tiled(config: EngineConfig) -> bool:
-    """Whether matrices of a GGUF file that stay quantised are multiplied in whole numbers: it is what such files are made
-    for, and several times as fast. Rows stay independent of each other, so what holds of floats holds here."""
+    """Whether matrices of a GGUF file that stay quantised are multiplied in whole numbers: it is what such files are
+    made for, and several times as fast. Rows stay independent of each other, so what holds of floats holds here."""
     return config.cpu_activations != "float32"
 
 

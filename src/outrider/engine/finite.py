@@ -54,7 +54,8 @@ class FiniteCheck:
                 self._noted.append((names, packed.scale.dtype))
                 self._extremes.append(torch.where(strange, torch.nan, 0.0).expand(2))
             return
-        bad = [name for name, part in zip(names, packed.parts, strict=True) if not scales_are_finite(part)]
+        parts: tuple[Blocks | Tiles, ...] = packed.parts
+        bad = [name for name, part in zip(names, parts, strict=True) if not scales_are_finite(part)]
         if bad:
             raise self._refusal(bad[0], "holds scales that are infinite or no numbers")
 

@@ -94,8 +94,8 @@ def load_weights(
 ) -> None:
     """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it, and so is one that holds
     what no weight can be. Where `kept` is given, quantised matrices that can be used as they are come there, and their
-    parameters stay without memory; so do others, rounded to numbers of this kind, where one is given. `tiled`: those of a
-    GGUF file are laid out for dot products in whole numbers."""
+    parameters stay without memory; so do others, rounded to numbers of this kind, where one is given. `tiled`:
+    those of a GGUF file are laid out for dot products in whole numbers."""
     weights = module.weights()
     parameters = dict(module.named_parameters())
     assert weights.keys() == parameters.keys(), weights.keys() ^ parameters.keys()
@@ -117,10 +117,10 @@ def load_weights(
     for done, (name, weight) in enumerate(weights.items()):
         stored = replace(weight, names=tuple(actual[source] for source in weight.names))
         parameter = parameters[name]
-        in_tiles = parameter in multiplied
-        keepable_here = kept is not None and parameter in keepable
-        if keepable_here and _keep_blocks(parameter, checkpoint, name, stored, kept, tiled=in_tiles):
-            assert kept is not None
+        form = None
+        if kept is not None and parameter in keepable:
+            form = _as_stored(parameter, checkpoint, name, stored, tiled=parameter in multiplied)
+        if kept is not None and _keep(parameter, form, kept):
             check.note_kept(kept[parameter], stored.names)
         else:
             _fill(parameter, checkpoint, name, stored)
@@ -152,25 +152,25 @@ def keeps_few_bits(checkpoint: Checkpoint, device: torch.device, kind: Kind | No
     return is_able and (kind is not None or isinstance(checkpoint, QuantisedCheckpoint))
 
 
-def _keep_blocks(
-    parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight, kept: KeptBlocks, *, tiled: bool
-) -> bool:
-    """False where the tensors are not all quantised."""
+def _as_stored(
+    parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight, *, tiled: bool
+) -> Packed | Quantised | None:
+    """None where the tensors are not all quantised, or have no common form."""
     if weight.combine is not None:
-        return False
+        return None
     if isinstance(checkpoint, GgufCheckpoint):
         if not all(map(checkpoint.in_blocks, weight.names)):
-            return False
+            return None
         _parts(parameter, checkpoint, name, weight)  # complains about shapes
         if tiled:
-            return _keep(parameter, pack_tiles([checkpoint.tiles(source) for source in weight.names]), kept)
-        return _keep(parameter, pack_blocks([checkpoint.blocks(source) for source in weight.names]), kept)
+            return pack_tiles([checkpoint.tiles(source) for source in weight.names])
+        return pack_blocks([checkpoint.blocks(source) for source in weight.names])
     if not isinstance(checkpoint, QuantisedCheckpoint):
-        return False
+        return None
     _parts(parameter, checkpoint, name, weight)
     parts = [checkpoint.quantised(source, parameter.device) for source in weight.names]
     found = [part for part in parts if part is not None]
-    return _keep(parameter, joined(found) if len(found) == len(parts) else None, kept)
+    return joined(found) if len(found) == len(parts) else None
 
 
 def _keep(parameter: nn.Parameter, form: Packed | Quantised | None, kept: KeptBlocks) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor
 BFLOAT16, AFFINE4, SCALED8, BLOCKS, TILES = 1, 2, 3, 4, 5  # as in unpack.c
 BLOCK = 32
 TILE_ROWS = 16  # as in tiles.c
-# by the type of a GGUF file's blocks: numbers of a row, bytes of sixteen rows of them (unit_bytes of tiles.c), and where
-# among these the half-precision scales lie
+# by the type of a GGUF file's blocks: numbers of a row, bytes of sixteen rows of them (unit_bytes of tiles.c), and
+# where among these the half-precision scales lie
 TILE_UNITS = {
     2: (32, 288, slice(256, 288)),  # Q4_0
     3: (32, 320, slice(256, 320)),  # Q4_1
@@ -60,8 +60,8 @@ class Tiles:
 @dataclass(frozen=True)
 class Packed:
     kind: int
-    # bfloat16 bits [N, K] int16; two weights a byte [N, K / 2] uint8; [N, K] int8; or where each part is [parts, 4] int64:
-    # address, first row after it, type, and of BLOCKS the bytes of a row, of TILES the rows of the first that do not count
+    # bfloat16 bits [N, K] int16; two weights a byte [N, K / 2] uint8; [N, K] int8; or where each part is [parts, 4]
+    # int64: address, first row after it, type, and of BLOCKS the bytes of a row, of TILES its `skipped`
     data: Tensor
     scales: Tensor | None = None  # of every block of 32 along K: scale and offset [N, K / 32, 2], or scale [N, K / 32]
     parts: tuple[Blocks, ...] | tuple[Tiles, ...] = ()  # one below the other: all there is of the weight

@@ -74,18 +74,22 @@ static void open_6k(const uint8_t *from, opened_block *block) {
     }
 }
 
-/* Numbers 4 i + b of a row, for b below four, are bytes 4 row + b of chunk i. Two chunks share a plane of low halves; what
- * is above four bits comes behind, eight or four chunks a plane. */
+/* Numbers 4 i ... 4 i + 3 of a row are its four bytes of chunk i. Two chunks share a plane of low halves; what is above four
+ * bits comes behind, eight or four chunks a plane. */
 static void store_levels(const uint8_t *levels, tile_format format, long row, uint8_t *to) {
-    for (int i = 0; i < 8; i++)
-        for (int b = 0; b < 4; b++) {
-            uint8_t level = levels[i * 4 + b];
-            long at = row * 4 + b;
-            if (format.low_bits == 8) to[i * 64 + at] = level;
-            else to[i / 2 * 64 + at] |= (level & 15) << i % 2 * 4;
-            if (format.high_bits == 1) to[256 + at] |= (level >> 4) << i;
-            if (format.high_bits == 2) to[256 + i / 4 * 64 + at] |= (level >> 4) << i % 4 * 2;
+    uint32_t fours[8], high[2] = {0, 0};
+    memcpy(fours, levels, sizeof fours);
+    for (int i = 0; i < 8; i++) {
+        uint32_t four = format.low_bits == 8 ? fours[i] : fours[i] & 0x0f0f0f0fu;
+        if (format.low_bits == 8) memcpy(to + i * 64 + row * 4, &four, 4);
+        else if (i % 2) {
+            four = (fours[i - 1] & 0x0f0f0f0fu) | four << 4;
+            memcpy(to + i / 2 * 64 + row * 4, &four, 4);
         }
+        if (format.high_bits == 1) high[0] |= (fours[i] >> 4 & 0x01010101u) << i;
+        if (format.high_bits == 2) high[i / 4] |= (fours[i] >> 4 & 0x03030303u) << i % 4 * 2;
+    }
+    for (int plane = 0; plane < format.high_bits; plane++) memcpy(to + 256 + plane * 64 + row * 4, &high[plane], 4);
 }
 
 static void store_unit(const opened_block *block, tile_format format, long row, uint8_t *to) {
