@@ -12,7 +12,7 @@ from outrider import LLM, SamplingParams
 from outrider.engine.gguf import GgufCheckpoint
 from outrider.kernels import native
 from outrider.kernels.packed import TILES, Packed, Tiles
-from outrider.layers.block import Block
+from outrider.layers.attention import AttentionShape
 from outrider.layers.packing import held_bytes, packable
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
@@ -68,7 +68,7 @@ def test_a_whole_model_says_what_the_definition_says(
     with LLM(path, None, max_model_len=64, cpu_activations="int8") as llm:
         found = first_token(llm)
     monkeypatch.setattr("outrider.layers.packing.SMALL_MODEL", 0)
-    monkeypatch.setattr(Block, "is_plain", False)
+    monkeypatch.setattr(AttentionShape, "is_plain", False)
     with LLM(path, None, max_model_len=64, cpu_activations="float32") as llm:
         floats = first_token(llm)
         monkeypatch.setattr(native, "linear", slow_linear)

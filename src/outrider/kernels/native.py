@@ -40,6 +40,7 @@ _OPERATIONS = (
     "rope_write",
     "paged_attention",
     "block",
+    "stack",
     "mamba",
     "dequantise",
     "tile",
