@@ -101,6 +101,18 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         LLM(None, None, cpu_activations="int8")
 
 
+def test_a_scale_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
+    path = written(tmp_path / "model.gguf", ("Q6_K",))
+    checkpoint = GgufCheckpoint(path)
+    place = checkpoint._entry("model.layers.1.mlp.down_proj.weight").offset + 5 * 210 + 208
+    checkpoint.close()
+    content = bytearray(path.read_bytes())
+    content[place : place + 2] = b"\x00\x7e"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"tensor model\.layers\.1\.mlp\.down_proj\.weight holds scales .* download"):
+        LLM(path, None, max_model_len=64, cpu_activations="int8")
+
+
 def test_memory_is_planned_for_tiles(tmp_path: Path) -> None:
     path = written(tmp_path / "model.gguf", ("Q4_K",))
     checkpoint = GgufCheckpoint(path)

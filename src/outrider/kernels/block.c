@@ -110,19 +110,17 @@ typedef struct {
     const block_layer *const *layers;
     const int64_t *angles_of; /* which of the angles each layer turns by */
     const block_angles *angles;
-    float *between; /* [2, num_rows, hidden_size] */
     long num_layers;
-    block_call call; /* of the first layer's residual, and the last one's output */
+    block_call call; /* with the first layer's residual */
 } stack_call;
 
+/* A block is done with its residual when it writes its output: from the second one on, they are the same. */
 EXPORT void outrider_stack(const stack_call *stack) {
     block_call call = stack->call;
     for (long i = 0; i < stack->num_layers; i++) {
         const block_angles *angles = stack->angles + stack->angles_of[i];
         call.layer = stack->layers[i];
         call.cosine = angles->cosine, call.sine = angles->sine, call.rotary_half = angles->half;
-        call.out = stack->between + i % 2 * call.num_rows * call.layer->hidden_size;
-        if (i == stack->num_layers - 1) call.out = stack->call.out;
         outrider_block(&call);
         call.residual = call.out;
     }

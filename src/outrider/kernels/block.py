@@ -18,7 +18,7 @@ from outrider.types import Batch
 # block_layer, block_call and what stack_call has beside one, of block.c: eight bytes a field
 _LAYER = struct.Struct("@16q 10q 6q 6d 6q 6q")
 _CALL = struct.Struct("@11q 6q")
-_STACK = struct.Struct("@5q")
+_STACK = struct.Struct("@4q")
 MATRICES = ("qkv", "output", "gate_up", "down")
 VECTORS = ("qkv_bias", "q_norm", "k_norm", "output_bias", "mlp_norm", "gate_up_bias", "down_bias")
 NORMS = ("attention_norm", "attended_norm", "fed_norm")  # those that not every block has
@@ -107,7 +107,7 @@ class NativeStack:
         self._addresses = torch.tensor([block._address for block in blocks], device="cpu")
         self._angles_of = torch.tensor(angles_of, device="cpu")
         self.hidden_size = blocks[0].hidden_size
-        self._scratch_width = 2 * self.hidden_size + max(block._scratch_width for block in blocks)
+        self._scratch_width = max(block._scratch_width for block in blocks)
 
     def __call__(self, residual: Tensor, batch: Batch, rotaries: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """The residual stream before the first block [T, H] -> after the last one."""
@@ -119,16 +119,14 @@ class NativeStack:
             struct.pack("@3q", *each[:2], rotary[0].shape[1]) for each, rotary in zip(fields, rotaries, strict=True)
         )
         kept = ctypes.create_string_buffer(angles, len(angles))
-        between = scratch.data_ptr()
-        stack = _STACK.pack(
-            self._addresses.data_ptr(), self._angles_of.data_ptr(), ctypes.addressof(kept), between, len(self._blocks)
-        )
+        tables = self._addresses.data_ptr(), self._angles_of.data_ptr(), ctypes.addressof(kept)
+        stack = _STACK.pack(*tables, len(self._blocks))
         call = _CALL.pack(
             0,
             residual.data_ptr(),
             0,
             *fields[0],
-            between + 2 * num_rows * self.hidden_size * 4,
+            scratch.data_ptr(),
             out.data_ptr(),
             num_rows,
             *batch.page_table.shape,
