@@ -60,5 +60,6 @@ enum {
 #include "rows.c"
 #include "attention.c"
 #include "block.c"
+#include "experts.c"
 #include "mamba.c"
 #include "round.c"

@@ -41,6 +41,7 @@ _OPERATIONS = (
     "paged_attention",
     "block",
     "stack",
+    "experts",
     "mamba",
     "dequantise",
     "tile",
