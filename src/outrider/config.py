@@ -21,6 +21,7 @@ DTYPES = {
     "half": torch.float16,
 }
 CPU_ACTIVATIONS = ("auto", "int8", "float32")
+KV_CACHE_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = 1.0  # draft tokens for each token of the match
     suffix_decoding_min_token_prob: float = 0.1  # a draft ends where its tokens' probability falls below
     quantization: str | None = None  # as of an EngineConfig, for the drafter's own matrices
+    kv_cache_dtype: str = "auto"  # as of an EngineConfig, for the drafter's own pages
     synthetic_acceptance_length: float | None = None  # for measuring rounds: accept so much, right or wrong
     synthetic_acceptance_rates: tuple[float, ...] | None = None  # the same for each token, of one request after another
     parallel_drafting: bool = False  # all draft tokens in one pass, by a checkpoint that was trained for it
@@ -105,8 +107,14 @@ class SpeculativeConfig:
         for name in ("force", "adaptive"):
             if not isinstance(vars(self)[name], bool):
                 raise ValueError(f"{name} must be true or false, not {vars(self)[name]!r}")
+        _check_kv_cache_dtype(self.kv_cache_dtype)
         if self.method is None and self.model is None:
             raise ValueError('speculative_config needs a "method" (e.g. ngram) or a "model" (a drafter checkpoint)')
+
+
+def _check_kv_cache_dtype(name: str) -> None:
+    if name not in KV_CACHE_DTYPES:
+        raise ValueError(f"unknown kv_cache_dtype {name!r}; known: {', '.join(KV_CACHE_DTYPES)}")
 
 
 _SUFFIX_RANGES: tuple[tuple[str, float, float, bool], ...] = (
@@ -187,6 +195,7 @@ class EngineConfig:
     watchdog: WatchdogConfig | None = WatchdogConfig()
     enforce_eager: bool = False  # no CUDA graphs
     quantization: str | None = None  # how the target is quantised; on a GPU, dense matrices can be rounded to fp8, int4
+    kv_cache_dtype: str = "auto"  # of keys and values; on a GPU, fp8 takes half the memory and half the reading
     cpu_activations: str = "auto"  # what GGUF matrices are multiplied by on a CPU: int8 (auto, if it pays) or float32
     exact: bool = False  # on a GPU too, no token depends on what else is computed with it, to the last bit
     threads: int | None = None  # of the CPU, for the whole process; None: as many as the machine has to spare
@@ -208,6 +217,7 @@ class EngineConfig:
             raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; known: auto, {', '.join(DTYPES)}")
+        _check_kv_cache_dtype(self.kv_cache_dtype)
         if self.cpu_activations not in CPU_ACTIVATIONS:
             known = ", ".join(CPU_ACTIVATIONS)
             raise ValueError(f"unknown cpu_activations {self.cpu_activations!r}; known: {known}")

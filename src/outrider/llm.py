@@ -73,6 +73,7 @@ class LLM:
         enforce_eager: bool = False,
         quantization: str | None = None,
         cpu_activations: str = "auto",
+        kv_cache_dtype: str = "auto",
         exact: bool = False,
         threads: int | None = None,
         progress: Progress | None = None,
@@ -108,6 +109,7 @@ class LLM:
             enforce_eager=enforce_eager,
             quantization=quantization,
             cpu_activations=cpu_activations,
+            kv_cache_dtype=kv_cache_dtype,
             exact=exact,
             threads=threads,
         )

@@ -27,6 +27,7 @@ _ADAPTIVE_HELP = "Always draft as much as possible, also where it does not pay."
 _THREADS_HELP = "Threads of the CPU. By default, one for every processor that others leave."
 _LENGTH_HELP = "Longest context, prompt and answer together; as 4096 or 4k."
 _QUANTIZATION_HELP = "How the target is quantised. On a GPU a dense one can be rounded to fp8 or int4."
+_KV_DTYPE_HELP = "Of keys and values: auto (as the model), or on a GPU fp8, in half the memory."
 _ACTIVATIONS_HELP = "What GGUF matrices are multiplied by on a CPU: int8 (auto, where it pays) or float32."
 _EXACT_HELP = "On a GPU: the bits of a token do not depend on what else is computed with it."
 _CHAT_HELP = "Put prompts through the chat template. By default, if the model has one."
@@ -48,6 +49,7 @@ Device = Annotated[str, option(ENGINE, "--device", metavar="NAME", help="cpu, cu
 MaxModelLen = Annotated[int | None, option(ENGINE, "--max-model-len", metavar="N", help=_LENGTH_HELP, parser=length)]
 Threads = Annotated[int | None, option(ENGINE, "--threads", metavar="N", help=_THREADS_HELP, min=1)]
 Quantization = Annotated[str | None, option(ENGINE, "--quantization", metavar="NAME", help=_QUANTIZATION_HELP)]
+KvCacheDtype = Annotated[str, option(ENGINE, "--kv-cache-dtype", metavar="NAME", help=_KV_DTYPE_HELP)]
 CpuActivations = Annotated[str, option(ENGINE, "--cpu-activations", metavar="NAME", help=_ACTIVATIONS_HELP)]
 Exact = Annotated[bool, option(ENGINE, "--exact", help=_EXACT_HELP)]
 Eager = Annotated[bool, option(ENGINE, "--enforce-eager", help="On a GPU: no CUDA graphs.")]
@@ -74,6 +76,7 @@ class EngineOptions:
     max_model_len: MaxModelLen = None
     threads: Threads = None
     quantization: Quantization = None
+    kv_cache_dtype: KvCacheDtype = "auto"
     cpu_activations: CpuActivations = "auto"
     exact: Exact = False
     enforce_eager: Eager = False
@@ -104,6 +107,7 @@ class EngineOptions:
             "max_model_len": self.max_model_len,
             "threads": self.threads,
             "quantization": self.quantization,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "cpu_activations": self.cpu_activations,
             "exact": self.exact,
             "enforce_eager": self.enforce_eager,
@@ -130,6 +134,7 @@ class EngineOptions:
             "--max-model-len": self.max_model_len,
             "--threads": self.threads,
             "--quantization": self.quantization,
+            "--kv-cache-dtype": self.kv_cache_dtype,
             "--cpu-activations": self.cpu_activations,
         }
         flags = {

@@ -27,7 +27,7 @@ from outrider.layers.packing import round_matrices
 from outrider.models.base import Mtp, Target, targets
 from outrider.models.llama import Llama
 from outrider.options import EngineOptions
-from outrider.pair import demand_of
+from outrider.pair import choose_pages, demand_of
 from outrider.startup import StartupTimes
 from outrider.types import Weight
 
@@ -115,6 +115,7 @@ def random_config(
         "enforce_eager": options.enforce_eager,
         "exact": options.exact,
         "quantization": options.quantization,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "threads": options.threads,
         **settings,
     }
@@ -129,6 +130,7 @@ def random_engine(config: EngineConfig, shape: dict[str, Any], startup: StartupT
         is_llama = targets[shape["architectures"][0]] is Llama
         target = LlamaWithModules(shape) if is_llama else targets[shape["architectures"][0]].from_config(shape)
         drafter = random_drafter(settings, target) if settings is not None else None
+    choose_pages(config, target, drafter)
     budget = plan_memory(config, demand_of(target, drafter), parameter_bytes(target, drafter))
     with startup.timed("weights"):
         for module in (target, drafter):

@@ -208,7 +208,7 @@ def _pass_bytes(engine: Engine, num_rows: int) -> int:
 
 def _cache_bytes_per_token(engine: Engine) -> int:
     itemsize = engine.target.embed.weight.element_size()
-    return sum(layer.spec.bytes_per_token(itemsize) for layer in engine.cache.layers)
+    return sum(layer.bytes_per_token(itemsize) for layer in engine.cache.layers)
 
 
 def to_dict(plan: Plan, costs: list[Cost], bandwidth: float | None) -> dict[str, Any]:

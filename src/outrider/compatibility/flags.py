@@ -44,6 +44,7 @@ OWN = {
     "--max-num-batched-tokens": "by default 8192 on a GPU, 2048 on a CPU",
     "--gpu-memory-utilization": "0.9 by default",
     "--kv-cache-memory-bytes": "a size such as 1G",
+    "--kv-cache-dtype": "auto, or fp8 on a GPU: keys and values in 8 bits, without scales; windows stay as they are",
     "--block-size": "16 by default",
     "--enable-prefix-caching": "the default",
     "--enforce-eager": "",

@@ -22,6 +22,7 @@ OWN = {
     "enable_prefix_caching": "",
     "enforce_eager": "",
     "quantization": "fp8 or int4: dense matrices are rounded at load, on a GPU; else checked against the checkpoint",
+    "kv_cache_dtype": "auto, or fp8 on a GPU: keys and values in 8 bits, without scales; windows stay as they are",
     "speculative_config": "docs/doctor.md; with adaptive, as many tokens as are worth it",
     "chat_template": "text, or a file that holds it",
     "generation_config": "auto, vllm, or a directory",
@@ -201,7 +202,6 @@ LLM = Rules(
         ),
         Refused(
             {
-                "kv_cache_dtype": ("auto",),
                 "mamba_cache_dtype": ("auto",),
                 "mamba_ssm_cache_dtype": ("auto",),
                 "enable_mamba_cache_stochastic_rounding": (False,),
@@ -271,7 +271,6 @@ SPECULATIVE = Rules(
     refused=[
         Refused({"draft_tensor_parallel_size": (1,), "tensor_parallel_size": (1,)}, _ONE_DEVICE),
         Refused({"rejection_sample_method": ("standard",)}, "a draft token stands where it is the target's own choice"),
-        Refused({"kv_cache_dtype": ("auto",)}, "the drafter's cache is the target's"),
         Refused({"revision": (), "code_revision": ()}, "give the directory of that revision as model"),
         Refused({"use_heterogeneous_vocab": (False,)}, "target and draft model must have one vocabulary"),
         Refused({"spec_token_tree": (), "speculative_token_tree": ()}, "drafts are chains, not trees"),

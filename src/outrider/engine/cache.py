@@ -46,7 +46,7 @@ class CacheShape:
 
 def bytes_per_page(layers: Sequence[CachedLayer], page_size: int, tap_width: int, itemsize: int) -> int:
     """Memory of one page over all layers of target and drafter, with the taps that it keeps."""
-    return sum(layer.spec.bytes_per_token(itemsize) for layer in layers) * page_size + tap_width * itemsize
+    return sum(layer.bytes_per_token(itemsize) for layer in layers) * page_size + tap_width * itemsize
 
 
 def bytes_per_snapshot(layers: Sequence[RecurrentLayer]) -> int:
@@ -93,7 +93,7 @@ class Cache:
         # taps of what a resting drafter misses: those of cache index i in place i % num_missable
         self._missed = zeros((shape.num_slots, shape.num_missable, *tap_shape), dtype, device)
         for layer in self.layers:
-            layer.bind(*self._pages(layer.spec, device, dtype))
+            layer.bind(*self._pages(layer.spec, device, layer.page_dtype or dtype))
         specs = dict.fromkeys(layer.spec for layer in self.recurrent)
         self._states = [pair for spec in specs for pair in self._bind(spec, device)]
 

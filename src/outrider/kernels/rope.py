@@ -37,9 +37,17 @@ def rope_write_reference(
 ) -> Tensor:
     cos, sin = rotary
     k_pages, v_pages = pages
-    k_pages.view(-1, *k_pages.shape[2:])[locations] = rotate(k, cos, sin).to(k_pages.dtype)
-    v_pages.view(-1, *v_pages.shape[2:])[locations] = v.to(v_pages.dtype)
+    for pages_of, rows in ((k_pages, rotate(k, cos, sin)), (v_pages, v)):
+        pages_of.view(-1, *pages_of.shape[2:])[locations] = rounded(rows, pages_of.dtype)
     return rotate(q, cos, sin)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As pages of this type hold it: in 8 bits the largest number stands for what is larger."""
+    if dtype.itemsize == 1:
+        most = torch.finfo(dtype).max
+        x = x.clamp(-most, most)
+    return x.to(dtype)
 
 
 @dataclass(frozen=True)

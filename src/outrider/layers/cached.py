@@ -1,5 +1,6 @@
 """Layers that remember: they say what they need (`spec`), and are given the memory (`bind`)."""
 
+import torch
 from torch import Tensor, nn
 
 from outrider.types import CacheSpec, Recurrent
@@ -11,7 +12,12 @@ class CachedLayer(nn.Module):
     def __init__(self, spec: CacheSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.page_dtype: torch.dtype | None = None  # None: the model's own
         self.pages: tuple[Tensor, Tensor] | None = None
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """`itemsize`: of the model's own type."""
+        return self.spec.bytes_per_token(itemsize if self.page_dtype is None else self.page_dtype.itemsize)
 
     def bind(self, keys: Tensor, values: Tensor) -> None:
         """keys [P, page_size, heads, D], values [P, page_size, heads, D_v]."""

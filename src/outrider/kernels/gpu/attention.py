@@ -104,11 +104,12 @@ def _attend_blocks(
         else:
             keys = tl.load(key_at[:, None] + place[None, :], mask=(place < DIM)[None, :], other=0.0)
             values = tl.load(value_at[:, None] + value_place[None, :], mask=(value_place < VALUE)[None, :], other=0.0)
-        score = tl.dot(query, keys.T, input_precision=precision)
+        # pages may hold fewer bits
+        score = tl.dot(query, keys.to(query.dtype).T, input_precision=precision)
         if REST > 0:
             more = MAIN + tl.arange(0, REST)
             keys = tl.load(key_at[:, None] + more[None, :], mask=exists[:, None] & (more < DIM)[None, :], other=0.0)
-            score += tl.dot(query_rest, keys.T, input_precision=precision)
+            score += tl.dot(query_rest, keys.to(query.dtype).T, input_precision=precision)
         score *= scale
         if SOFTCAP:
             score = softcap * (1 - 2 / (1 + tl.exp2(2.8853900817779268 * score / softcap)))
@@ -125,7 +126,7 @@ def _attend_blocks(
         share = tl.exp2(score - safe[:, None])
         weight = weight * shrink + tl.sum(share, 1)
         total = total * shrink[:, None]
-        total = tl.dot(share.to(values.dtype), values, total, input_precision=precision)
+        total = tl.dot(share.to(query.dtype), values.to(query.dtype), total, input_precision=precision)
         best = better
     return best, weight, total
 

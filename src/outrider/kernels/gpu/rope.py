@@ -18,6 +18,14 @@ MANY_ROWS, MANY_HEADS = 64, 8  # of a prompt: a program for every head of every 
 
 
 @triton.jit
+def _stored(value, dtype: tl.constexpr):
+    """As pages of this type hold it: in 8 bits the largest number stands for what is larger."""
+    if dtype.primitive_bitwidth == 8:
+        value = tl.minimum(tl.maximum(value.to(tl.float32), -448.0), 448.0)
+    return value.to(dtype)
+
+
+@triton.jit
 def _rope_write(
     q, k, v, cos, sin, q_weight, k_weight, k_pages, v_pages, locations, out,
     q_row, q_head, k_row, k_head, v_row, v_head, key_row, key_head, value_row, value_head, out_row, out_head,
@@ -38,23 +46,22 @@ def _rope_write(
         fits = (place < value_dim) & (head < num_kv_heads)
         value = tl.load(v + row * v_row + head * v_head + place, mask=fits, other=0.0)
         at = tl.load(locations + row) * value_row + head * value_head
-        tl.store(v_pages + at + place, value.to(v_pages.dtype.element_ty), mask=fits)
+        tl.store(v_pages + at + place, _stored(value, v_pages.dtype.element_ty), mask=fits)
         return
     turning = tl.arange(0, BLOCK_HALF)
     rest = 2 * half + tl.arange(0, BLOCK_REST)
     cos_at = tl.load(cos + row * half + turning, mask=turning < half, other=0.0)[None, :]
     sin_at = tl.load(sin + row * half + turning, mask=turning < half, other=0.0)[None, :]
-    if group < q_groups:
+    is_query = group < q_groups
+    if is_query:
         head = (group * HEADS + tl.arange(0, HEADS))[:, None]
         exists = head < num_heads
         source = q + row * q_row + head * q_head
-        target = out + row * out_row + head * out_head
         weight = q_weight
     else:
         head = ((group - q_groups) * HEADS + tl.arange(0, HEADS))[:, None]
         exists = head < num_kv_heads
         source = k + row * k_row + head * k_head
-        target = k_pages + tl.load(locations + row) * key_row + head * key_head
         weight = k_weight
     turns = exists & (turning < half)[None, :]
     stays = exists & (rest < dim)[None, :]
@@ -72,9 +79,18 @@ def _rope_write(
         second *= tl.load(weight + half + turning, mask=turning < half, other=0.0).to(tl.float32)[None, :] + offset
         third *= tl.load(weight + rest, mask=rest < dim, other=0.0).to(tl.float32)[None, :] + offset
         first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
-    tl.store(target + turning[None, :], (first * cos_at - second * sin_at).to(kind), mask=turns)
-    tl.store(target + half + turning[None, :], (second * cos_at + first * sin_at).to(kind), mask=turns)
-    tl.store(target + rest[None, :], third.to(kind), mask=stays)
+    first, second = (first * cos_at - second * sin_at).to(kind), (second * cos_at + first * sin_at).to(kind)
+    if is_query:
+        at = out + row * out_row + head * out_head
+        tl.store(at + turning[None, :], first, mask=turns)
+        tl.store(at + half + turning[None, :], second, mask=turns)
+        tl.store(at + rest[None, :], third.to(kind), mask=stays)
+    else:  # pages may hold fewer bits
+        stored: tl.constexpr = k_pages.dtype.element_ty
+        at = k_pages + tl.load(locations + row) * key_row + head * key_head
+        tl.store(at + turning[None, :], _stored(first, stored), mask=turns)
+        tl.store(at + half + turning[None, :], _stored(second, stored), mask=turns)
+        tl.store(at + rest[None, :], _stored(third.to(kind), stored), mask=stays)
 
 
 @triton.jit

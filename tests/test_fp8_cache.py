@@ -1,0 +1,72 @@
+"""Keys and values in 8 bits, as on a GPU, on interpreted Triton kernels: half the memory, and drafts change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from samples import drafter_settings, guide
+
+from outrider import LLM, SamplingParams
+from outrider.engine import graphs
+from outrider.kernels import dispatch
+from outrider.kernels.gpu import attention
+from outrider.kernels.rope import rounded
+from outrider.layers.cached import cached_layers
+from outrider.llm import total_speculation
+
+PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+PROMPT = [11, 3, 8, 30]
+OPTIONS: dict[str, Any] = {"max_model_len": 48, "device": "cpu", "dtype": "float32", "page_size": 4}
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch.native, "library", lambda: None)
+    monkeypatch.setattr(dispatch, "is_home", lambda x: True)
+    monkeypatch.setattr(attention, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
+    monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))  # nor for rows that only fill up
+
+
+@pytest.mark.usefixtures("interpreted", "recording")
+def test_drafts_change_nothing(tmp_path: Path, target_path: Callable[..., Path]) -> None:
+    path = target_path()
+    with LLM(path, None, kv_cache_dtype="fp8", **OPTIONS) as llm:
+        assert all(layer.pages[0].dtype is torch.float8_e4m3fn for layer in cached_layers(llm.target))  # type: ignore[index]
+        plain = llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids
+        small = llm.engine.cache.layers[0].bytes_per_token(4)
+    with LLM(path, None, **OPTIONS) as llm:
+        assert llm.engine.cache.layers[0].bytes_per_token(4) == 4 * small
+    settings = drafter_settings("eagle3", tmp_path, target_path, "llama")
+    settings |= {"num_speculative_tokens": 2, "adaptive": False, "kv_cache_dtype": "fp8"}
+    with LLM(path, settings, max_num_seqs=1, kv_cache_dtype="fp8", **OPTIONS) as llm:
+        assert llm.drafter is not None
+        assert all(layer.pages[0].dtype is torch.float8_e4m3fn for layer in cached_layers(llm.drafter))  # type: ignore[index]
+        guide(llm.drafter, [PROMPT + plain], llm.target.vocab_size, skill=1.0)
+        outputs = llm.generate([PROMPT], PARAMS)
+    assert outputs[0].outputs[0].token_ids == plain
+    made = total_speculation(outputs)
+    assert made.drafted > made.accepted > 0
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_latents_are_kept_in_eight_bits_too(target_path: Callable[..., Path]) -> None:
+    with LLM(target_path("deepseek_v2"), {"method": "ngram"}, kv_cache_dtype="fp8", **OPTIONS) as llm:
+        assert all(layer.pages[0].dtype is torch.float8_e4m3fn for layer in cached_layers(llm.target))  # type: ignore[index]
+        assert len(llm.generate([PROMPT], SamplingParams(max_tokens=1))[0].outputs[0].token_ids) == 1
+
+
+def test_what_is_too_large_is_the_largest() -> None:
+    x = torch.tensor([1e4, -1e4, 0.3])
+    assert rounded(x, torch.float8_e4m3fn).float().tolist() == [448.0, -448.0, 0.3125]
+    assert rounded(x, torch.float32).equal(x)
+
+
+def test_it_is_for_gpus(target_path: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match="kv_cache_dtype fp8 is for GPUs"):
+        LLM(target_path(), None, kv_cache_dtype="fp8", **OPTIONS)
+    with pytest.raises(ValueError, match="unknown kv_cache_dtype 'int3'; known: auto, fp8"):
+        LLM(target_path(), None, kv_cache_dtype="int3", **OPTIONS)
