@@ -31,7 +31,7 @@ class Block(nn.Module):
 
     def run(self, residual: Tensor, inputs: Tensor, batch: Batch) -> Tensor:
         """residual [T, H], inputs [T, in] -> [T, H], always a new tensor."""
-        if use_native(residual) and self.is_plain:
+        if use_native(residual) and self.is_plain and batch.attending is None:
             return self._native_block()(residual, inputs, batch, self.attention.rotary(batch))
         x = self.attention(inputs, batch, residual)
         if isinstance(self.mlp, GatedMLP):
