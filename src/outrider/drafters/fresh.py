@@ -22,6 +22,7 @@ from outrider.models.base import Target, nested_text, require
 class Plan:
     """What a new drafter shall be; None: what suits its method."""
 
+    method: str = ""  # where one class has several
     depth: int = 5  # draft tokens that it will be asked for, at most
     num_layers: int | None = None
     taps: tuple[int, ...] | None = None

@@ -3,7 +3,7 @@ A drafter's own network runs over a lesson's rows as it runs over those of a rou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,20 @@ from outrider.types import Batch
 
 
 @dataclass(frozen=True)
+class Noise:
+    """Random numbers of a step that depend on which of its rows one is, and not on who else is in the same lesson."""
+
+    seed: int
+    num_rows: int  # of the step
+    rows: Tensor  # [R] those of this lesson
+
+    def uniform(self, size: int) -> Tensor:
+        """[R, size] from 0 to 1."""
+        source = torch.Generator(self.rows.device).manual_seed(self.seed)
+        return torch.rand(self.num_rows, size, generator=source, device=self.rows.device)[self.rows]
+
+
+@dataclass(frozen=True)
 class Lesson:
     """R rows of S tokens. Documents within a row know nothing of each other; after the last one the row is empty."""
 
@@ -32,7 +46,7 @@ class Lesson:
     last: Tensor  # [R, S, H] the target's residual stream after its last layer
     depth: int  # draft tokens to learn
     divergence: Divergence
-    random: torch.Generator  # of the tokens' device
+    noise: Noise
     compute: torch.dtype = torch.float32  # of the products with the heads
 
     @property
@@ -106,6 +120,62 @@ def dense(layer: Linear | Head) -> Tensor:
     if layer.packed is not None and layer.weight.untyped_storage().nbytes() < layer.weight.numel():
         return unpack_rows(layer.packed, torch.arange(len(layer.weight)))
     return layer.weight
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What the head reads at some places, and what was to be said there."""
+
+    hidden: Tensor  # [R, A, H]
+    anchors: Tensor  # [R, A] columns of the newest token that was known
+    ahead: int  # how many places after the token that follows it; 0: that one itself
+    whole: Tensor | None = None  # [R, A] bool: what led to it is of one document; None: always
+
+    @property
+    def columns(self) -> Tensor:
+        """[R, A] of the target's rows that say the same token."""
+        return self.anchors + self.ahead
+
+
+def judged(
+    lesson: Lesson, target: Target, taught: Teaching, guesses: Sequence[Guess], weigh: Weigh | None = None
+) -> Loss:
+    """The loss of guesses, each with K = its number in the sequence. `weigh`: from surprise [R, A, K] and what was
+    asked for to weights; guesses then have the same anchors."""
+    length = lesson.tokens.shape[1]
+    first = torch.arange(len(lesson.tokens), device=lesson.tokens.device)[:, None] * length
+    follows = lesson.ahead(lesson.tokens, 1)
+    states, asked = [], []
+    for guess in guesses:
+        column = guess.columns.clamp(max=length - 2)
+        same = lesson.documents.gather(1, column + 1) == lesson.documents.gather(1, guess.anchors)
+        here = same & (guess.columns < length - 1) & (lesson.documents.gather(1, guess.anchors) >= 0)
+        here = here if guess.whole is None else here & guess.whole
+        asked.append(here & lesson.learnt.gather(1, column) & taught.knows(follows.gather(1, column)))
+        states.append(lesson.last.flatten(0, 1)[(first + column).flatten()])
+    hidden = torch.cat([guess.hidden.flatten(0, 1) for guess in guesses])[:, None]
+    found = compare(lesson, target, taught, hidden, torch.cat(states))
+    sizes = [guess.anchors.numel() for guess in guesses]
+    parts = list(zip(found.loss.split(sizes), found.surprise.split(sizes), found.agreed.split(sizes), strict=True))
+    weights = [each.float() for each in asked]
+    if weigh is not None:
+        surprise = torch.stack([part[1].view(asked[0].shape) for part in parts], dim=-1)
+        weights = list(weigh(surprise, torch.stack(asked, dim=-1)).unbind(-1))
+    total = sum((part[0].flatten() * each.flatten()).sum() for part, each in zip(parts, weights, strict=True))
+    agreed = [(part[2].flatten() & each.flatten()).sum().float() for part, each in zip(parts, asked, strict=True)]
+    assert isinstance(total, Tensor)
+    weight = torch.stack([each.sum() for each in weights]).sum()
+    return Loss(total, weight, torch.stack(agreed), torch.stack([each.sum().float() for each in asked]))
+
+
+Weigh = Callable[[Tensor, Tensor], Tensor]
+
+
+def by_survival(surprise: Tensor, asked: Tensor) -> Tensor:
+    """D-PACE: a guess [..., K] weighs as much as the draft is likely to come to it and beyond, as things stand: half of
+    the drafter's own confidence, half of trust."""
+    chance = torch.where(asked, 0.5 * torch.exp(-surprise) + 0.5, 1.0).cumprod(-1) * asked
+    return chance.flip(-1).cumsum(-1).flip(-1) * asked
 
 
 # ---- attention ----

@@ -162,6 +162,7 @@ class Run:
         if options.init is not None:
             return read_fresh(options.init)
         plan = Plan(
+            method=options.method,
             depth=options.depth,
             num_layers=options.num_layers,
             taps=options.taps,

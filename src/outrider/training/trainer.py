@@ -13,7 +13,8 @@ import torch.distributed
 from torch import Tensor, nn
 
 from outrider.drafters.base import Drafter
-from outrider.drafters.lesson import Lesson, Loss
+from outrider.drafters.lesson import Lesson, Loss, Noise
+from outrider.engine.upload import upload
 from outrider.kernels.head_loss import Divergence
 from outrider.training.optimizer import Optimizer, Rates
 from outrider.training.teacher import Teacher, pages_of
@@ -107,11 +108,11 @@ class Trainer:
     def step(self, progress: float) -> None:
         """`progress`: share of the run that is done."""
         index = self.chosen(self.step_number)
-        mine = index[self.world.rank :: self.world.size]
+        numbered = torch.stack([index, torch.arange(len(index))], dim=1)
         losses = []
-        for number, part in enumerate(mine.tensor_split(self.lessons.parts)):
+        for part in numbered[self.world.rank :: self.world.size].tensor_split(self.lessons.parts):
             if len(part):
-                loss = self.loss(self.rows.take(part), self.seed_of(self.step_number, number))
+                loss = self.loss(self.rows.take(part[:, 0]), part[:, 1])
                 loss.total.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss)
         counts = [sum((getattr(each, name) for each in losses[1:]), start=getattr(losses[0], name).detach())
@@ -137,14 +138,13 @@ class Trainer:
             picked.append(orders[epoch][place % total])
         return torch.stack(picked)
 
-    def seed_of(self, number: int, part: int) -> int:
-        return ((self.lessons.seed * 1_000_003 + number) * 64 + part) * 1024 + self.world.rank
-
-    def loss(self, rows: Rows, seed: int) -> Loss:
+    def loss(self, rows: Rows, numbers: Tensor) -> Loss:
+        """`numbers`: which of the step's rows they are."""
+        lesson = self.lesson(rows, numbers)
         with self._autocast():
-            return self.drafter.loss(self.lesson(rows, seed))
+            return self.drafter.loss(lesson)
 
-    def lesson(self, rows: Rows, seed: int) -> Lesson:
+    def lesson(self, rows: Rows, numbers: Tensor) -> Lesson:
         hidden = self.teacher.read(rows)
         shape, here = rows.tokens.shape, rows.to(self.device)
         return Lesson(
@@ -156,7 +156,9 @@ class Trainer:
             last=hidden.last.unflatten(0, shape),
             depth=self.lessons.depth,
             divergence=self.lessons.divergence,
-            random=torch.Generator(self.device).manual_seed(seed),
+            noise=Noise(
+                self.lessons.seed * 1_000_003 + self.step_number, self.lessons.num_rows, upload(numbers, self.device)
+            ),
             compute=torch.bfloat16 if self.device.type == "cuda" else torch.float32,
         )
 
