@@ -16,7 +16,7 @@ from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, disti
 from outrider.drafters.fresh import Fresh, Mould, Plan, Tensors, offsets
 from outrider.drafters.head import FIRST_KEY as FIRST_KEY
 from outrider.drafters.head import FeedbackDrafter, FeedbackNetwork, actual_names, layer_weights, twin, unless_same
-from outrider.drafters.lesson import Branches, Grown, Lesson, Loss, compare, rows_of, teaching, weighed
+from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, compare, rows_of, teaching, weighed
 from outrider.layers.attention import SelfAttention
 from outrider.layers.block import DecoderBlock
 from outrider.layers.embedding import Embedding, Head
@@ -208,31 +208,29 @@ class Eagle3(FeedbackDrafter):
         """Training-time test: it drafts `depth` tokens from every place of the text at once, each step from its own
         output of the step before, beside the text's tokens. A draft sees the states that the target's features made up
         to its place, and its own."""
-        hidden = self.unrolled(lesson)  # [R, S, K, H]
         taught = teaching(lesson, self._target[0], self.network.head, self.target_ids())
         asked, aligned = [], []
-        for ahead in range(lesson.depth):  # a state says the token two places on: the target's row is the one between
-            row = lesson.ahead(lesson.learnt & taught.knows(lesson.ahead(lesson.tokens, 1)), 1 + ahead)
-            asked.append(_moved(lesson.reaches(2 + ahead) & row, 1 + ahead))
-            aligned.append(_moved(hidden[:, :, ahead], 1 + ahead))
+        for guess in self.guesses(lesson):  # side by side with the target's row that says the same token: read once
+            row = lesson.ahead(lesson.learnt & taught.knows(lesson.ahead(lesson.tokens, 1)), 1 + guess.ahead)
+            asked.append(_moved(lesson.reaches(2 + guess.ahead) & row, 1 + guess.ahead))
+            aligned.append(_moved(guess.hidden, 1 + guess.ahead))
         asked_of = torch.stack(asked, dim=2).flatten(0, 1)
         found = compare(
             lesson, self._target[0], taught, torch.stack(aligned, dim=2).flatten(0, 1), lesson.last.flatten(0, 1)
         )
         return weighed(found, asked_of.float(), asked_of)
 
-    def unrolled(self, lesson: Lesson) -> Tensor:
-        """What the head reads [R, S, K, H]: column c of the first step is the row with the taps of token c and the
-        embedding of the next one."""
+    def guesses(self, lesson: Lesson) -> list[Guess]:
+        """A row is made of the taps of one token and the embedding of the next, which is the newest that it knows."""
         branches = Branches(lesson, self.config.layers.windows[0])
         state = self._features(lesson.taps.flatten(0, 1))
-        steps = []
+        newest, found = (branches.columns + 1).clamp(max=lesson.shape[1] - 1), []
         for ahead in range(lesson.depth):
             part = Grown(branches.columns, depth=ahead) if ahead else None
             tokens = lesson.ahead(lesson.tokens, 1 + ahead)
             normed, state = self._run(rows_of(tokens, lesson.places + ahead, branches.of(part)), state)
-            steps.append(normed.unflatten(0, lesson.shape))
-        return torch.stack(steps, dim=2)
+            found.append(Guess(normed.unflatten(0, lesson.shape), newest, ahead, lesson.reaches(1)))
+        return found
 
     def frozen(self) -> tuple[str, ...]:
         return ("network.embed.weight", "network.head.weight", "network.d2t")
