@@ -22,8 +22,9 @@ from outrider.drafters.lesson import Guess, Lesson, Teaching, teaching
 from outrider.training.checkpoint import write_drafter
 from outrider.training.optimizer import Rates
 from outrider.training.run import training_copy
+from outrider.training.teacher import Teacher
 from outrider.training.texts import Rows, Text, fill
-from outrider.training.trainer import Lessons, Trainer, make_teacher
+from outrider.training.trainer import Lessons, Trainer
 
 DEPTH, ROW_LEN, PROMPT_LEN = 3, 64, 5
 IDS = torch.arange(256)[torch.arange(256) % 5 != 3]  # a reduced vocabulary
@@ -48,7 +49,7 @@ class School:
 
     def trainer(self, rows: Rows, **lessons: Any) -> Trainer:
         how = Lessons(**{"num_rows": len(rows), "depth": DEPTH, **lessons})
-        teacher = make_teacher(self.drafter, self.llm.target, rows, how)
+        teacher = Teacher(self.llm.target, self.drafter.taps, rows)
         return Trainer(self.drafter, teacher, rows, how, Rates(matrices=0.02, others=0.01, averaging=0.9))
 
     def lesson(self, rows: Rows) -> Lesson:

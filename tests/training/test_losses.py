@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider import SamplingParams
 from outrider.drafters import base, mtp, parallel
 from outrider.drafters.lesson import judged, teaching
+from outrider.kernels import dispatch
 from outrider.kernels.head_loss import Divergence, HeadMatrix, head_loss, head_loss_reference
 from outrider.training.texts import pack
 
@@ -111,9 +112,14 @@ def test_rows_that_are_aligned_lose_as_much_as_guesses(
     assert found.agreed.tolist() == wanted.agreed.tolist()
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("divergence", [Divergence(1.0, 0.0), Divergence(0.3, 0.7)])
-def test_the_fused_head_and_loss(softcap: float, divergence: Divergence, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fused_head_and_loss(
+    softcap: float, divergence: Divergence, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In torch, and in Triton, interpreted."""
+    monkeypatch.setattr(dispatch, "is_home", lambda x: fused)
     monkeypatch.setattr("outrider.kernels.head_loss.CHUNK_ELEMENTS", {"cpu": 150})  # three rows at a time
     torch.manual_seed(0)
     hidden, weight = torch.randn(7, 2, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)

@@ -33,7 +33,7 @@ from outrider.layers.rotary import Rotary
 from outrider.models.base import Target
 from outrider.types import Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
 
-PLACES_PER_BLOCK = 8  # of a text in training, on average
+PLACES_PER_BLOCK = 4  # of a text in training, on average
 Correction = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits [B, V], hidden [B, H], token before [B] -> [B, V]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.kernels.dispatch import use_triton
+
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}  # logits that are looked at at a time
 
 
@@ -27,8 +29,11 @@ class HeadMatrix:
     weight: Tensor
     softcap: float = 0.0
 
+    def product(self, hidden: Tensor) -> Tensor:
+        return hidden.to(self.weight.dtype) @ self.weight.T
+
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = (hidden.to(self.weight.dtype) @ self.weight.T).float()
+        logits = self.product(hidden).float()
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
@@ -62,6 +67,15 @@ def head_loss_reference(
 
 
 @dataclass(frozen=True)
+class _Taught:
+    """What the target says in some rows."""
+
+    logits: Tensor  # [n, V]
+    sum: Tensor  # [n] their log-sum-exp
+    best: Tensor  # [n]
+
+
+@dataclass(frozen=True)
 class _Chunks:
     head: HeadMatrix
     teacher: Tensor
@@ -72,25 +86,33 @@ class _Chunks:
         size = max(CHUNK_ELEMENTS[hidden.device.type] // len(self.head.weight), 1)
         return [slice(begin, begin + size) for begin in range(0, len(hidden), size)]
 
-    def taught(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the target [n, V], and its best tokens [n, 1]."""
-        logits = self.teacher_head.logits(self.teacher[rows])
-        return logits.log_softmax(-1), logits.argmax(-1, keepdim=True)
+    def taught(self, rows: slice) -> _Taught:
+        states = self.teacher[rows]
+        if use_triton(states) and not self.teacher_head.softcap:
+            logits = self.teacher_head.product(states)  # the kernel widens them itself
+            return _Taught(logits, logits.float().logsumexp(-1), logits.argmax(-1))
+        logits = self.teacher_head.logits(states)
+        return _Taught(logits, logits.logsumexp(-1), logits.argmax(-1))
 
-    def compare(self, hidden: Tensor, wanted: Tensor, best: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def compare(self, hidden: Tensor, taught: _Taught) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """hidden [n, H] -> loss, surprise and agreement [n], and the loss' gradient by the head's product [n, V]."""
+        soft, hard, cap = self.divergence.soft, self.divergence.hard, self.head.softcap
+        if use_triton(hidden):
+            from outrider.kernels.gpu import head_loss as gpu
+
+            slope = self.head.product(hidden)
+            loss, surprise, first = gpu.compare(slope, taught.logits, taught.sum, taught.best, soft, hard, cap)
+            return loss, surprise, first == taught.best, slope
         logits = self.head.logits(hidden)
-        log_probs = logits.log_softmax(-1)
+        log_probs, wanted, best = logits.log_softmax(-1), taught.logits - taught.sum[:, None], taught.best[:, None]
         surprise = -log_probs.gather(-1, best)[:, 0]
         probs = wanted.exp()
-        soft = (probs * (wanted - log_probs)).sum(-1)
-        weights = self.divergence
-        slope = log_probs.exp_().mul_(weights.soft + weights.hard).sub_(probs, alpha=weights.soft)
-        slope.scatter_add_(-1, best, torch.full_like(best, -weights.hard, dtype=slope.dtype))
-        if self.head.softcap:
-            slope *= 1 - (logits / self.head.softcap).square()
-        agreed = logits.argmax(-1) == best[:, 0]
-        return weights.soft * soft + weights.hard * surprise, surprise, agreed, slope
+        loss = soft * (probs * (wanted - log_probs)).sum(-1) + hard * surprise
+        slope = log_probs.exp_().mul_(soft + hard).sub_(probs, alpha=soft)
+        slope.scatter_add_(-1, best, torch.full_like(best, -hard, dtype=slope.dtype))
+        if cap:
+            slope *= 1 - (logits / cap).square()
+        return loss, surprise, logits.argmax(-1) == taught.best, slope
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -100,9 +122,9 @@ class _HeadLoss(torch.autograd.Function):
         agreed = torch.empty(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden)
         for rows in chunks.rows(hidden):
-            wanted, best = chunks.taught(rows)
+            taught = chunks.taught(rows)
             for place in range(hidden.shape[1]):
-                found = chunks.compare(hidden[rows, place], wanted, best)
+                found = chunks.compare(hidden[rows, place], taught)
                 loss[rows, place], surprise[rows, place], agreed[rows, place], slope = found
                 gradient[rows, place] = (slope.to(weight.dtype) @ weight).to(hidden.dtype)
         ctx.chunks = chunks
@@ -120,7 +142,7 @@ class _HeadLoss(torch.autograd.Function):
             for rows in ctx.chunks.rows(hidden):
                 taught = ctx.chunks.taught(rows)
                 for place in range(hidden.shape[1]):
-                    slope = ctx.chunks.compare(hidden[rows, place], *taught)[-1] * wanted_loss[rows, place, None]
+                    slope = ctx.chunks.compare(hidden[rows, place], taught)[-1] * wanted_loss[rows, place, None]
                     by_weight += (slope.to(weight.dtype).T @ hidden[rows, place].to(weight.dtype)).float()
             by_weight = by_weight.to(weight.dtype)
         return gradient * wanted_loss[..., None].to(gradient.dtype), by_weight, None

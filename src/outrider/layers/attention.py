@@ -91,7 +91,7 @@ class SelfAttention(CachedLayer):
         """x [T, in] -> [T, H], added to the residual if there is one."""
         q, k, v = self.project(x)
         if batch.attending is not None:
-            q, k = self._turned(q, k, batch)
+            q, k = (each.to(v.dtype) for each in self._turned(q, k, batch))
             return self.finish(batch.attending.attend(self, q, k, v, self.options.scale), x, residual)
         assert self.pages is not None, "the layer has no cache memory yet"
         q = rope_write(q, k, v, self.rotary(batch), self.pages, batch.write_locations, self.head_norms)
@@ -108,7 +108,7 @@ class SelfAttention(CachedLayer):
         if self.k_norm is not None:
             k = self.k_norm(k)
         if batch.attending is not None:
-            batch.attending.remember(self, rotate(k, *self.rotary(batch)), v)
+            batch.attending.remember(self, rotate(k.float(), *self.rotary(batch)).to(v.dtype), v)
             return
         assert self.pages is not None, "the layer has no cache memory yet"
         rope_write(k, k, v, self.rotary(batch), self.pages, batch.write_locations)  # there are no queries
@@ -118,4 +118,4 @@ class SelfAttention(CachedLayer):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = self.rotary(batch)
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+        return rotate(q.float(), cos, sin), rotate(k.float(), cos, sin)

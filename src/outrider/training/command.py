@@ -20,7 +20,7 @@ EXIT_INTERRUPTED = 130
 
 _METHOD_HELP = "eagle3, p_eagle, dflash or mtp."
 _TARGET_HELP = "The target: a directory, a .gguf file or a hub id. Without it, the embedded model."
-_DATA_HELP = "Prompts: chat JSONL, ShareGPT's JSON, or plain text in a .txt file."
+_DATA_HELP = "Prompts: chat JSONL, ShareGPT's JSON, or plain text in a .txt file. Again for more."
 _OUT_HELP = "Where the drafter goes, with its card, its picture and its README."
 _REGENERATE_HELP = "yes: the target answers the prompts itself. no: the answers in the data are its own already."
 _INIT_HELP = "Go on from this drafter instead of a new one."
@@ -31,7 +31,7 @@ _PATIENCE_HELP = "Stop after so many validations without a better accept length;
 
 def train_command(
     method: Annotated[str, typer.Argument(metavar="METHOD", help=_METHOD_HELP)],
-    data: Annotated[Path, option(DATA, "--data", metavar="FILE", help=_DATA_HELP, exists=True, dir_okay=False)],
+    data: Annotated[list[Path], option(DATA, "--data", metavar="FILE", help=_DATA_HELP, exists=True, dir_okay=False)],
     out: Annotated[Path, option(OUTPUT, "--out", metavar="DIR", help=_OUT_HELP, file_okay=False)],
     target: Annotated[str | None, option(DATA, "--target", "-m", metavar="M", help=_TARGET_HELP)] = None,
     minutes: Annotated[float | None, option(LENGTH, "--minutes", metavar="N", help="Train for so long.")] = None,
@@ -47,8 +47,11 @@ def train_command(
     generate_minutes: Annotated[
         float | None, option(DATA, "--generate-minutes", metavar="N", help="Generate no longer than this.")
     ] = None,
-    limit: Annotated[int | None, option(DATA, "--limit", metavar="N", help="Read so many prompts only.")] = None,
+    limit: Annotated[
+        int | None, option(DATA, "--limit", metavar="N", help="Read so many prompts of each file.")
+    ] = None,
     held_out: Annotated[int, option(DATA, "--held-out", metavar="N", help="Prompts kept for validation.")] = 40,
+    validation_tokens: Annotated[int, option(LENGTH, "--validation-tokens", metavar="N", help="Of each answer.")] = 96,
     chat: Annotated[bool, option(DATA, "--chat/--no-chat", help="Prompts go through the chat template.")] = True,
     depth: Annotated[int, option(DRAFTER, "--depth", "-k", metavar="K", help="Tokens to draft.")] = 5,
     layers: Annotated[int | None, option(DRAFTER, "--layers", metavar="N", help="Layers of the drafter.")] = None,
@@ -103,7 +106,7 @@ def train_command(
     options = TrainOptions(
         method=method,
         target=target_of(target),
-        data=data,
+        data=tuple(data),
         out=out,
         minutes=minutes,
         max_steps=max_steps,
@@ -132,6 +135,7 @@ def train_command(
         ),
         num_held_out=held_out,
         num_validations=validations,
+        validation_tokens=validation_tokens,
         patience=patience,
         resume=resume,
         seed=seed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ _SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "as
              "bing": "assistant", "bard": "assistant", "system": "system"}  # fmt: skip
 _FORMS = (
     '{"messages": [{"role": "user", "content": "..."}]}, {"conversations": [{"from": "human", "value": "..."}]}, '
-    '{"turns": ["..."]}, {"prompt": "..."} or {"text": "..."}'
+    '{"turns": ["..."]}, {"prompt": "..."}, {"question": "..."} or {"text": "..."}'
 )
 
 
@@ -36,6 +36,11 @@ class Conversation:
     def asked(self) -> list[tuple[str, str]]:
         """Without the assistant's messages."""
         return [(role, content) for role, content in self.messages if role != "assistant"]
+
+
+def read_all(paths: Sequence[Path], limit: int | None = None) -> list[Conversation]:
+    """Of several files; `limit`: the first so many of each."""
+    return [conversation for path in paths for conversation in read_conversations(path, limit)]
 
 
 def read_conversations(path: Path, limit: int | None = None) -> list[Conversation]:
@@ -100,6 +105,9 @@ def conversation_of(entry: Any) -> Conversation:
         return _chat(("user", turn) for turn in entry["turns"])
     if isinstance(entry.get("prompt"), str):
         return _chat([("user", entry["prompt"])])
+    if isinstance(entry.get("question"), str):
+        answer = entry.get("answer")
+        return _chat([("user", entry["question"]), *([("assistant", answer)] if isinstance(answer, str) else [])])
     if isinstance(entry.get("text"), str) and entry["text"].strip():
         return Conversation(text=entry["text"])
     raise ValueError(f"knows none of the ways to write a prompt: {_FORMS}")

@@ -23,7 +23,7 @@ LOSSES = {"kl": Divergence(1.0, 0.0), "ce": Divergence(0.0, 1.0), "mixed": Diver
 class TrainOptions:
     method: str
     target: str | Path
-    data: Path
+    data: tuple[Path, ...]
     out: Path
     minutes: float | None = None
     max_steps: int | None = None
@@ -52,7 +52,7 @@ class TrainOptions:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
-    limit: int | None = None  # conversations to read
+    limit: int | None = None  # conversations to read of each file
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class TrainOptions:
         """What the texts depend on."""
         return {
             "target": str(self.target),
-            "data": str(self.data),
+            "data": [str(path) for path in self.data],
             "limit": self.limit,
             "regenerate": self.regenerate,
             "samples": self.samples,

@@ -23,13 +23,13 @@ from outrider.models.base import Target
 from outrider.preflight import WithoutMemory
 from outrider.tokenizer import Tokenizer
 from outrider.training.checkpoint import load_state, write_drafter
-from outrider.training.conversations import Conversation, check_template, read_conversations
+from outrider.training.conversations import Conversation, check_template, read_all
 from outrider.training.course import Course, OnProgress, Progress, Result
 from outrider.training.options import LOSSES, TrainOptions, parts_of, trainable_method
 from outrider.training.regenerate import as_they_are, regenerate
-from outrider.training.teacher import check_target
+from outrider.training.teacher import Teacher, check_target
 from outrider.training.texts import Text, coverage, frequent, load_texts, pack, save_texts, usable
-from outrider.training.trainer import ALONE, Lessons, Trainer, World, make_teacher
+from outrider.training.trainer import ALONE, Lessons, Trainer, World
 from outrider.types import Checkpoint
 
 BATCH = 2048  # conversations that are answered at a time
@@ -48,7 +48,7 @@ class Run:
         self.texts_path, self.start = self.folder / "texts.safetensors", self.folder / "start"
         self.settings = SpeculativeConfig(model=str(self.start), num_speculative_tokens=options.depth, force=True)
         self.seconds: dict[str, float] = {}
-        conversations = read_conversations(options.data, options.limit)
+        conversations = read_all(options.data, options.limit)
         checkpoint = open_checkpoint(options.target)
         try:
             self.tokenizer = load_tokenizer(checkpoint)
@@ -58,7 +58,9 @@ class Run:
             checkpoint.close()
         check_template(conversations, self.tokenizer, str(options.target), chat=options.answers.chat)
         if not options.regenerate and not any(each.has_answers for each in conversations):
-            raise ValueError(f"{options.data} holds no answers: leave out --regenerate no, so that the target answers")
+            raise ValueError(
+                f"{_named(options.data)} holds no answers: leave out --regenerate no, so that the target answers"
+            )
         check_target(outline)
         self.parts = parts_of(options, outline, world.size)
         if world.size > 1 and options.max_steps is None:
@@ -96,7 +98,7 @@ class Run:
                     texts = self._regenerated(llm) if self.options.regenerate else self._given()
                 if not texts:
                     raise ValueError(
-                        f"nothing is left of {self.options.data}: every prompt is longer than the "
+                        f"nothing is left of {_named(self.options.data)}: every prompt is longer than the "
                         f"{self.options.answers.max_len} tokens of a text: raise --row-len, or give shorter prompts"
                     )
                 save_texts(self.texts_path, texts, self.options.source())
@@ -137,7 +139,7 @@ class Run:
         options, rows = self.options, pack(texts, self.options.row_length)
         drafter = training_copy(llm, self.settings)
         lessons = Lessons(options.num_rows, options.depth, LOSSES[options.loss], self.parts, options.seed)
-        teacher = make_teacher(drafter, llm.target, rows, lessons, self.world)
+        teacher = Teacher(llm.target, drafter.taps, rows)
         trainer = Trainer(drafter, teacher, rows, lessons, options.rates, self.world, options.train_vocabulary)
         course = Course(options, llm, trainer, read_fresh(self.start), self._prompts(llm), self.on_progress)
         ids = drafter.target_ids()
@@ -209,6 +211,10 @@ def split(
     if len(order) == 1:
         return order, order
     return order[count:], order[:count]
+
+
+def _named(paths: Sequence[Path]) -> str:
+    return ", ".join(map(str, paths))
 
 
 def outline_of(checkpoint: Checkpoint) -> Target:

@@ -16,6 +16,7 @@ from outrider.training.texts import Rows
 from outrider.types import NULL_PAGE, Batch, Hidden, Latent
 
 PAGE_SIZE = 16
+MAX_TOKENS = 16384  # that are read at once
 
 
 def check_target(target: Target) -> None:
@@ -27,13 +28,15 @@ def check_target(target: Target) -> None:
 
 
 class Teacher:
-    def __init__(self, target: Target, taps: tuple[int, ...], num_pages: int) -> None:
-        """`num_pages`: those of the rows that are read at once, see pages_of()."""
+    def __init__(self, target: Target, taps: tuple[int, ...], rows: Rows) -> None:
+        """`rows`: what it will be asked to read is made of such."""
         check_target(target)
         self.target, self.taps = target, taps
+        self.rows_at_once = max(MAX_TOKENS // rows.tokens.shape[1], 1)
+        self.num_pages = pages_of(rows, self.rows_at_once)
         parameter = next(target.parameters())
         self.device, dtype = parameter.device, parameter.dtype
-        size = (num_pages + 1, PAGE_SIZE)
+        size = (self.num_pages + 1, PAGE_SIZE)
         self._layers = cached_layers(target)
         self._pages: list[tuple[Tensor, Tensor]] = []
         for layer in self._layers:
@@ -48,9 +51,16 @@ class Teacher:
 
     @torch.no_grad()
     def read(self, rows: Rows) -> Hidden:
-        """Of all rows on the host; taps [N S, n, H] and last [N S, H]. What stands in empty places means nothing."""
+        """Of all rows on the host; taps [N S, n, H] and last [N S, H]. What stands in empty places means nothing. A few
+        rows at a time: they use the same pages, one after the other."""
         with self._lent():
-            return self.target(self._batch(rows), self.taps)
+            parts = [
+                self.target(self._batch(rows.take(part)), self.taps)
+                for part in torch.arange(len(rows)).split(self.rows_at_once)
+            ]
+        if len(parts) == 1:
+            return parts[0]
+        return Hidden(torch.cat([part.last for part in parts]), torch.cat([part.taps for part in parts]))
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
@@ -71,6 +81,7 @@ class Teacher:
         lengths = starts.diff()
         counts = -(-lengths // PAGE_SIZE)
         first_page = 1 + counts.cumsum(0) - counts
+        assert int(counts.sum()) <= self.num_pages, "rows of another kind than those that memory was taken for"
         request = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=total)
         index = torch.arange(total) - starts[request]
         table = torch.where(torch.arange(most) < counts[:, None], first_page[:, None] + torch.arange(most), NULL_PAGE)

@@ -16,9 +16,8 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.lesson import Lesson, Loss, Noise
 from outrider.engine.upload import upload
 from outrider.kernels.head_loss import Divergence
-from outrider.models.base import Target
 from outrider.training.optimizer import Optimizer, Rates
-from outrider.training.teacher import Teacher, pages_of
+from outrider.training.teacher import Teacher
 from outrider.training.texts import Rows
 
 
@@ -174,9 +173,3 @@ class Trainer:
     def restore(self, state: Mapping[str, Tensor], step_number: int) -> None:
         self.optimizer.restore(state, step_number)
         self.step_number = step_number
-
-
-def make_teacher(drafter: Drafter, target: Target, rows: Rows, lessons: Lessons, world: World = ALONE) -> Teacher:
-    """With memory for as many rows as are read at once."""
-    share = -(-lessons.num_rows // world.size)
-    return Teacher(target, drafter.taps, pages_of(rows, -(-share // lessons.parts)))
