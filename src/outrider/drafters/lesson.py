@@ -12,7 +12,8 @@ from torch import Tensor
 
 from outrider.kernels.branches import KeysAndValues, branch_attention, trunk_attention
 from outrider.kernels.head_loss import Divergence, HeadLoss, HeadMatrix, head_loss
-from outrider.kernels.native import unpack_rows
+from outrider.kernels.native import dequantise
+from outrider.kernels.packed import Blocks
 from outrider.kernels.quantised import Quantised
 from outrider.layers.embedding import Head
 from outrider.layers.linear import Linear
@@ -47,7 +48,7 @@ class Lesson:
     depth: int  # draft tokens to learn
     divergence: Divergence
     noise: Noise
-    compute: torch.dtype = torch.float32  # of the products with the heads
+    head: Tensor  # [V, H] the target's, in the precision that products with heads are computed in
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -97,9 +98,9 @@ class Teaching:
 
 def teaching(lesson: Lesson, target: Target, head: Head | None, ids: Tensor | None) -> Teaching:
     """`head`: the drafter's own, or None. `ids`: the target's ids of the drafter's tokens, None: the same."""
-    matrix = dense(target.head).to(lesson.compute)
+    matrix = lesson.head
     teacher = HeadMatrix(matrix if ids is None else matrix[ids], target.head.softcap)
-    own = teacher if head is None else HeadMatrix(dense(head).to(lesson.compute), head.softcap)
+    own = teacher if head is None else HeadMatrix(head.weight.to(matrix.dtype), head.softcap)
     known = None
     if ids is not None:
         known = torch.zeros(target.vocab_size, dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
@@ -117,9 +118,15 @@ def dense(layer: Linear | Head) -> Tensor:
     """A layer's weight as numbers, in whatever form it is kept."""
     if isinstance(layer.packed, Quantised):
         return layer.packed.dense(torch.float32)
-    if layer.packed is not None and layer.weight.untyped_storage().nbytes() < layer.weight.numel():
-        return unpack_rows(layer.packed, torch.arange(len(layer.weight)))
+    if layer.packed is not None and layer.packed.parts:  # as a file has them, one below the other
+        return torch.cat([_floats(part) for part in layer.packed.parts])
     return layer.weight
+
+
+def _floats(blocks: Blocks) -> Tensor:
+    out = torch.empty(len(blocks.data), blocks.row_len)
+    dequantise(blocks, out)
+    return out
 
 
 @dataclass(frozen=True)

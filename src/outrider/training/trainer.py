@@ -13,7 +13,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from outrider.drafters.base import Drafter
-from outrider.drafters.lesson import Lesson, Loss, Noise
+from outrider.drafters.lesson import Lesson, Loss, Noise, dense
 from outrider.engine.upload import upload
 from outrider.kernels.head_loss import Divergence
 from outrider.training.optimizer import Optimizer, Rates
@@ -93,6 +93,8 @@ class Trainer:
             parameter.requires_grad_(name not in frozen)
         self.teacher.target.requires_grad_(False)
         self.optimizer = Optimizer(self.trained(), self.rates)
+        compute = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.head = dense(self.teacher.target.head).detach().to(compute)
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
@@ -159,7 +161,7 @@ class Trainer:
             noise=Noise(
                 self.lessons.seed * 1_000_003 + self.step_number, self.lessons.num_rows, upload(numbers, self.device)
             ),
-            compute=torch.bfloat16 if self.device.type == "cuda" else torch.float32,
+            head=self.head,
         )
 
     def _autocast(self) -> Any:
