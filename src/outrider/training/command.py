@@ -18,7 +18,7 @@ from outrider.startup import importing
 DATA, LENGTH, DRAFTER, LEARNING = "Data", "Length", "Drafter", "Learning"
 EXIT_INTERRUPTED = 130
 
-_METHOD_HELP = "eagle3, p_eagle, dflash or mtp."
+_METHOD_HELP = "eagle3, p_eagle, dflash, dspark or mtp."
 _TARGET_HELP = "The target: a directory, a .gguf file or a hub id. Without it, the embedded model."
 _DATA_HELP = "Prompts: chat JSONL, ShareGPT's JSON, or plain text in a .txt file. Again for more."
 _OUT_HELP = "Where the drafter goes, with its card, its picture and its README."
