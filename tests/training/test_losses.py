@@ -14,7 +14,7 @@ from outrider.drafters import base, mtp, parallel
 from outrider.drafters.lesson import judged, teaching
 from outrider.kernels import dispatch
 from outrider.kernels.head_loss import Divergence, HeadMatrix, head_loss, head_loss_reference
-from outrider.training.texts import pack
+from outrider.training.texts import Text, fill, pack
 
 NUM_STEPS = {"eagle3": 70, "p_eagle": 40, "dflash": 40, "mtp": 40}
 
@@ -75,8 +75,9 @@ def test_documents_of_a_row_do_not_see_each_other(school: lessons.School, monkey
     """Packed or each in a row of its own: the same loss, and the same gradient."""
     lessons.everywhere(monkeypatch)
     cut = [text[: 9 + 7 * number] for number, text in enumerate(school.texts[:4])]
-    apart = school.drafter.loss(school.lesson(lessons.rows_apart(cut)))
-    packed = pack([lessons.text_of(text) for text in cut], 64)
+    documents = [Text.of(text, [True] * len(text)) for text in cut]  # from the first token on
+    apart = school.drafter.loss(school.lesson(fill([[document] for document in documents], 64)))
+    packed = pack(documents, 64)
     assert len(packed) == 2
     together = school.drafter.loss(school.lesson(packed))
     torch.testing.assert_close(together.total, apart.total, atol=1e-3, rtol=1e-5)

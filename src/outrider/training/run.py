@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -74,6 +75,9 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.world.rank == 0:
             self._prepare()
+        gc.collect()  # the engine that wrote them is gone, and with it the most of the memory
+        if self.options.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
         if self.world.size > 1:
             torch.distributed.barrier()  # the others find what the first has written
         texts = load_texts(self.texts_path, self.options.source())
