@@ -123,7 +123,9 @@ def dense(layer: Linear | Head) -> Tensor:
     return layer.weight
 
 
-def _floats(blocks: Blocks) -> Tensor:
+def _floats(blocks: object) -> Tensor:
+    if not isinstance(blocks, Blocks):
+        raise ValueError("a target that is laid out for dot products in whole numbers cannot be trained for")
     out = torch.empty(len(blocks.data), blocks.row_len)
     dequantise(blocks, out)
     return out
