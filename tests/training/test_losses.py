@@ -9,11 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider import SamplingParams
+from outrider import LLM, SamplingParams
+from outrider.config import SpeculativeConfig
 from outrider.drafters import base, mtp, parallel
 from outrider.drafters.lesson import judged, teaching
 from outrider.kernels import dispatch
 from outrider.kernels.head_loss import Divergence, HeadMatrix, head_loss, head_loss_reference
+from outrider.pair import named_pair
+from outrider.training.checkpoint import write_drafter
+from outrider.training.dialects import in_speculators_format
+from outrider.training.run import read_fresh, training_copy
 from outrider.training.texts import Text, fill, pack
 
 NUM_STEPS = {"eagle3": 70, "p_eagle": 40, "dflash": 40, "mtp": 40}
@@ -114,6 +119,28 @@ def test_rows_that_are_aligned_lose_as_much_as_guesses(
     torch.testing.assert_close(found.total, wanted.total)
     assert found.asked.tolist() == wanted.asked.tolist()
     assert found.agreed.tolist() == wanted.agreed.tolist()
+
+
+@pytest.mark.parametrize("form", ["eagle3, few tokens", "p_eagle", "dflash", "dspark"])
+def test_speculators_format_means_the_same(
+    form: str, target_path: Callable[..., Path], tmp_path: Path, texts: Any
+) -> None:
+    """Read back through the reader of that dialect, the drafter loses as much."""
+    target, method = target_path("llama"), lessons.FORMS[form][0]
+    school = lessons.open_school(form, target, tmp_path / "original", texts)
+    rows = lessons.rows_apart(texts[:2])
+    with school.llm:
+        wanted = school.drafter.loss(school.lesson(rows)).total
+    other = in_speculators_format(read_fresh(tmp_path / "original"), method, str(target), lessons.DEPTH)
+    write_drafter(tmp_path / "other", other.config, other.tensors)
+    settings = SpeculativeConfig(model=str(tmp_path / "other"), num_speculative_tokens=lessons.DEPTH, force=True)
+    with LLM(target, settings) as llm:
+        assert type(llm.drafter) is type(school.drafter)
+        again = lessons.School(llm, training_copy(llm, settings), tmp_path, texts)
+        assert torch.equal(again.drafter.loss(again.lesson(rows)).total, wanted)
+    named, chosen = named_pair(tmp_path / "other", "auto")  # which says itself what it was made for
+    assert chosen is not None
+    assert (named, chosen.num_speculative_tokens) == (str(target), lessons.DEPTH)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -26,6 +26,7 @@ _REGENERATE_HELP = "yes: the target answers the prompts itself. no: the answers 
 _INIT_HELP = "Go on from this drafter instead of a new one."
 _WARM_HELP = "Begin as a copy of the target's last layer, where shapes agree."
 _VOCABULARY_HELP = "Tokens that it can say: as many as the target says most often. By default, all."
+_DIALECT_HELP = "How config.json is written: original (as the method's authors do), or speculators."
 _PATIENCE_HELP = "Stop after so many validations without a better accept length; 0: never."
 
 
@@ -66,6 +67,7 @@ def train_command(
     ] = False,
     warm_start: Annotated[bool, option(DRAFTER, "--warm-start/--no-warm-start", help=_WARM_HELP)] = True,
     init: Annotated[Path | None, option(DRAFTER, "--init", metavar="DIR", help=_INIT_HELP, file_okay=False)] = None,
+    dialect: Annotated[str, option(DRAFTER, "--dialect", metavar="NAME", help=_DIALECT_HELP)] = "original",
     loss: Annotated[str, option(LEARNING, "--loss", metavar="NAME", help="kl, ce or mixed.")] = "kl",
     row_len: Annotated[int | None, option(LEARNING, "--row-len", metavar="N", help="Tokens of a packed row.")] = None,
     tokens_per_step: Annotated[
@@ -137,6 +139,7 @@ def train_command(
         num_validations=validations,
         validation_tokens=validation_tokens,
         patience=patience,
+        dialect=dialect,
         resume=resume,
         seed=seed,
         device=device,

@@ -13,6 +13,7 @@ from outrider.config import device_of
 from outrider.drafters.base import Drafter, drafters
 from outrider.kernels.head_loss import Divergence
 from outrider.models.base import Target
+from outrider.training.dialects import DIALECTS
 from outrider.training.optimizer import Rates
 from outrider.training.regenerate import Regeneration
 
@@ -48,6 +49,7 @@ class TrainOptions:
     validation_tokens: int = 96
     num_validations: int = 8
     patience: int = 5
+    dialect: str = "original"
     resume: bool = False
     seed: int = 0
     device: str = "auto"
@@ -66,6 +68,8 @@ class TrainOptions:
             raise ValueError(f"--max-steps must be at least 1, not {self.max_steps}")
         if self.loss not in LOSSES:
             raise ValueError(f"--loss must be one of {', '.join(LOSSES)}, not {self.loss!r}")
+        if self.dialect not in DIALECTS:
+            raise ValueError(f"--dialect must be one of {', '.join(DIALECTS)}, not {self.dialect!r}")
         if self.row_length % 16 or self.row_length < 32:
             raise ValueError(f"--row-len must be a multiple of 16 from 32, not {self.row_length}")
         if not 1 <= self.depth <= 32:

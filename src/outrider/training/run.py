@@ -26,6 +26,7 @@ from outrider.tokenizer import Tokenizer
 from outrider.training.checkpoint import load_state, write_drafter
 from outrider.training.conversations import Conversation, check_template, read_all
 from outrider.training.course import Course, OnProgress, Progress, Result
+from outrider.training.dialects import in_speculators_format
 from outrider.training.options import LOSSES, TrainOptions, parts_of, trainable_method
 from outrider.training.regenerate import as_they_are, regenerate
 from outrider.training.teacher import Teacher, check_target
@@ -179,7 +180,10 @@ class Run:
             window=options.window,
             seed=options.seed,
         )
-        return trainable_method(options.method).fresh(target, plan)
+        fresh = trainable_method(options.method).fresh(target, plan)
+        if options.dialect == "speculators":
+            return in_speculators_format(fresh, options.method, str(options.target), options.depth)
+        return fresh
 
     def _prompts(self, llm: LLM) -> list[list[int]]:
         """Held out: nothing was learnt from them."""
