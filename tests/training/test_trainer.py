@@ -8,13 +8,17 @@ from datetime import timedelta
 from pathlib import Path
 
 import lessons
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.pair import DEFAULT_DIRECTORY
+from outrider.tokenizer import Tokenizer
 from outrider.training.checkpoint import load_state, save_state
 from outrider.training.optimizer import Optimizer, Rates, orthogonal
-from outrider.training.texts import Text, coverage, frequent, load_texts, pack, save_texts, usable
+from outrider.training.run import mask_token
+from outrider.training.texts import Text, counted, coverage, frequent, load_texts, pack, save_texts, usable
 from outrider.training.trainer import World
 
 
@@ -143,6 +147,13 @@ def test_texts_are_kept_packed_and_counted(tmp_path: Path) -> None:
     assert ids is not None
     assert ids.tolist() == [3]
     assert coverage(texts, ids) == pytest.approx(4 / 5)
+    tokenizer = Tokenizer.from_directory(DEFAULT_DIRECTORY / "target")
+    assert tokenizer is not None
+    counts = counted(texts, 4096)
+    assert counts[:5].tolist() == [0, 1, 1, 4, 1]
+    pad = tokenizer.special_id("<|pad|>")
+    assert mask_token(tokenizer, counts) == (pad if not counts[pad] else 0)
+    assert mask_token(None, np.array([2, 1, 0, 0])) == 2
     with pytest.raises(ValueError, match="raise --row-len"):
         usable([Text.of([1, 2, 3], [False, False, True])], 2)
 

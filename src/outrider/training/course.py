@@ -190,7 +190,7 @@ class Course:
         assert drafter is not None
         copy_into(drafter, trainer.optimizer.average)
         found = self._served()
-        better = found.accept_length > self.result.best.accept_length
+        better = trainer.world.agreed(found.accept_length > self.result.best.accept_length, trainer.device)
         self.result.curve.append(
             {"step": trainer.step_number, "seconds": round(self.spent, 2), **found.report(), "best": better}
         )

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed
 
@@ -30,7 +31,7 @@ from outrider.training.dialects import in_speculators_format
 from outrider.training.options import LOSSES, TrainOptions, parts_of, trainable_method
 from outrider.training.regenerate import as_they_are, regenerate
 from outrider.training.teacher import Teacher, check_target
-from outrider.training.texts import Text, coverage, frequent, load_texts, pack, save_texts, usable
+from outrider.training.texts import Text, counted, coverage, frequent, load_texts, pack, save_texts, usable
 from outrider.training.trainer import ALONE, Lessons, Trainer, World
 from outrider.types import Checkpoint
 
@@ -176,7 +177,7 @@ class Run:
             draft_ids=frequent(texts, options.draft_vocabulary, target.vocab_size),
             post_norm=options.post_norm,
             warm=options.warm,
-            mask_token=mask_token(self.tokenizer),
+            mask_token=mask_token(self.tokenizer, counted(texts, target.embed.vocab_size)),
             window=options.window,
             seed=options.seed,
         )
@@ -253,13 +254,11 @@ def training_copy(llm: LLM, settings: SpeculativeConfig) -> Drafter:
     return drafter
 
 
-def mask_token(tokenizer: Tokenizer | None) -> int:
-    """A token that stands for what is not known yet: one that no text holds."""
-    if tokenizer is None:
-        return 0
-    for name in ("mask_token", "pad_token", "unk_token", "eos_token"):
-        found = tokenizer.special_tokens.get(name)
-        identity = tokenizer.special_id(found) if found else None
-        if identity is not None:
-            return identity
-    return 0
+def mask_token(tokenizer: Tokenizer | None, counts: np.ndarray) -> int:
+    """A token that stands for what is not known yet: one that no text holds, a special one if there is such."""
+    named = tokenizer.special_tokens if tokenizer is not None else {}
+    for name in ("mask_token", "unk_token", "pad_token"):
+        found = tokenizer.special_id(named[name]) if tokenizer is not None and name in named else None
+        if found is not None and not counts[found]:
+            return found
+    return int(counts.argmin())  # the first of those that are not used

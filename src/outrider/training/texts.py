@@ -154,6 +154,11 @@ def coverage(texts: Sequence[Text], ids: Tensor | None) -> float:
     return float(counts[ids.numpy()].sum() / max(counts.sum(), 1))
 
 
+def counted(texts: Sequence[Text], vocab_size: int) -> np.ndarray:
+    """How often each token occurs, whoever said it."""
+    return np.bincount(np.concatenate([text.tokens for text in texts]), minlength=vocab_size)
+
+
 def _counts(texts: Sequence[Text], vocab_size: int) -> np.ndarray:
     said = np.concatenate([text.tokens[1:][text.learnt[:-1]] for text in texts])
     return np.bincount(said, minlength=vocab_size)

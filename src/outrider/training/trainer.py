@@ -47,6 +47,14 @@ class World:
             for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
+    def agreed(self, decision: bool, device: torch.device) -> bool:
+        """What the first process has decided."""
+        if self.size == 1:
+            return decision
+        told = torch.tensor([float(decision)], device=device)
+        torch.distributed.broadcast(told, src=0)
+        return bool(told.item())
+
 
 ALONE = World()
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed
@@ -25,7 +26,8 @@ def joined(options: TrainOptions) -> Iterator[tuple[TrainOptions, World]]:
     if cuda:
         options = replace(options, device=f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
         torch.cuda.set_device(options.torch_device)
-    torch.distributed.init_process_group("nccl" if cuda else "gloo")
+    patience = timedelta(hours=12)  # the others wait while the first one generates
+    torch.distributed.init_process_group("nccl" if cuda else "gloo", timeout=patience)
     try:
         yield options, World(rank, size)
     finally:
