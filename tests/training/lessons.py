@@ -59,7 +59,7 @@ class School:
 def written(target: Path, count: int, length: int) -> list[list[int]]:
     """Texts of the target's own."""
     prompts = [[(11 * n + 7 * place) % 251 for place in range(PROMPT_LEN)] for n in range(count)]
-    with LLM(target, None) as llm:
+    with LLM(target, None, device="cpu") as llm:
         params = SamplingParams(max_tokens=length - PROMPT_LEN, temperature=1.0, seed=3, ignore_eos=True)
         outputs = llm.generate(prompts, params)
     return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
@@ -69,10 +69,10 @@ def text_of(tokens: Sequence[int]) -> Text:
     return Text.of(tokens, [place >= PROMPT_LEN for place in range(len(tokens))])
 
 
-def open_school(form: str, target: Path, directory: Path, texts: list[list[int]]) -> School:
+def open_school(form: str, target: Path, directory: Path, texts: list[list[int]], device: str = "cpu") -> School:
     method, plan = FORMS[form]
     plan = replace(plan, method=method, depth=DEPTH)
-    with LLM(target, None) as llm:
+    with LLM(target, None, device="cpu") as llm:
         fresh = drafters[method].fresh(llm.target, plan)
     noise = torch.Generator().manual_seed(5)  # a copied or empty weight would hide mistakes
     tensors = {
@@ -81,7 +81,7 @@ def open_school(form: str, target: Path, directory: Path, texts: list[list[int]]
     }
     write_drafter(directory, fresh.config, tensors)
     settings = SpeculativeConfig(model=str(directory), num_speculative_tokens=DEPTH, force=True)
-    llm = LLM(target, settings)
+    llm = LLM(target, settings, device=device)
     return School(llm, training_copy(llm, settings), directory, texts)
 
 

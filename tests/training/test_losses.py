@@ -134,7 +134,7 @@ def test_speculators_format_means_the_same(
     other = in_speculators_format(read_fresh(tmp_path / "original"), method, str(target), lessons.DEPTH)
     write_drafter(tmp_path / "other", other.config, other.tensors)
     settings = SpeculativeConfig(model=str(tmp_path / "other"), num_speculative_tokens=lessons.DEPTH, force=True)
-    with LLM(target, settings) as llm:
+    with LLM(target, settings, device="cpu") as llm:
         assert type(llm.drafter) is type(school.drafter)
         again = lessons.School(llm, training_copy(llm, settings), tmp_path, texts)
         assert torch.equal(again.drafter.loss(again.lesson(rows)).total, wanted)

@@ -34,7 +34,7 @@ SMALL = ("--threads", "1", "--tokens-per-step", "512", "--row-len", "128", "--va
 
 
 def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+    return CliRunner().invoke(app, ["train", *map(str, arguments), "--device", "cpu"])
 
 
 def write(path: Path, entries: Sequence[Any]) -> Path:
@@ -56,7 +56,9 @@ def test_from_prompts_to_a_drafter_that_serves(tmp_path: Path) -> None:
     written = {path.name for path in out.iterdir()}
     assert {"training.json", "training.png", "README.md", "config.json", "model.safetensors"} <= written
     assert "training.png" in (out / "README.md").read_text()
-    with LLM(DEFAULT_DIRECTORY / "target", {"model": str(out), "num_speculative_tokens": 2, "adaptive": False}) as llm:
+    with LLM(
+        DEFAULT_DIRECTORY / "target", {"model": str(out), "num_speculative_tokens": 2, "adaptive": False}, device="cpu"
+    ) as llm:
         assert llm.drafter is not None
         assert type(llm.drafter).__name__ == "Eagle3"
         greedy = SamplingParams(temperature=0, max_tokens=40)
@@ -126,7 +128,7 @@ def test_conversations_of_all_forms(tmp_path: Path) -> None:
 def test_the_target_answers_turn_by_turn() -> None:
     """Tokens come straight from generation; only what the target said is learnt; a template's text, all in all."""
     talk = Conversation((("user", "Hello!"), ("assistant", "not this"), ("user", "Tell a story about a dog.")))
-    with LLM(DEFAULT_DIRECTORY / "target", None, threads=1) as llm:
+    with LLM(DEFAULT_DIRECTORY / "target", None, device="cpu", threads=1) as llm:
         how = Regeneration(max_tokens=24, max_len=200, temperatures=(0.0,))
         (text,) = regenerate(llm, [talk], how)
         tokenizer = llm.get_tokenizer()
