@@ -84,7 +84,6 @@ def _in_range_absolute(tensors: Tensors) -> Tensors:
     kept = kept[kept + torch.arange(len(kept)) < 4096]  # what is left after reading them as offsets
     tensors["lm_head.weight"] = tensors["lm_head.weight"][kept].contiguous()
     tensors["d2t"] = kept
-    del tensors["t2d"]
     return tensors
 
 
@@ -111,7 +110,7 @@ def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
 
 def test_d2t_that_cannot_be_offsets_is_read_as_ids_and_said_so(tmp_path: Path) -> None:
     def absolute(tensors: Tensors) -> None:
-        tensors["d2t"] = torch.arange(len(tensors["d2t"]))
+        tensors["d2t"] = torch.arange(len(tensors["lm_head.weight"]))
 
     settings = plant(tmp_path, absolute)
     diagnosis = examine(None, settings, effort=Effort(8, 12, num_long=0))
@@ -156,8 +155,10 @@ def test_a_map_that_names_tokens_twice_is_judged_as_it_is_shown(share: float, ve
     """Some ids may be padding; with many, the map is wrong, however well the others draft."""
 
     def repeat(tensors: Tensors) -> None:
-        count = int(share * len(tensors["d2t"]))
-        tensors["d2t"][-count:] = -torch.arange(len(tensors["d2t"]) - count, len(tensors["d2t"]))  # all to token 0
+        size = len(tensors["lm_head.weight"])
+        count = int(share * size)
+        tensors["d2t"] = torch.zeros(size, dtype=torch.long)
+        tensors["d2t"][-count:] = -torch.arange(size - count, size)  # all to token 0
 
     diagnosis = diagnose(plant(tmp_path, repeat))
     (found,) = [finding for finding in diagnosis.findings if finding.subject == "vocabulary"]

@@ -24,7 +24,7 @@ LAYERS = [
     {"llm_arguments"},
     {"llm", "matrix", "options"},
     {"console", "conversation", "measure"},
-    {"certify", "bench", "doctor", "server"},
+    {"certify", "bench", "doctor", "server", "training"},
     {"async_llm"},
     {"cli"},
     {"__main__", "__init__"},

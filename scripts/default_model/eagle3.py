@@ -187,8 +187,9 @@ def save_drafter(drafter: Drafter, kept: Tensor, target: Llama, folder: Path) ->
     weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in drafter.state_dict().items()}
     kept = kept.cpu()
     weights["lm_head.weight"] = weights["lm_head.weight"][kept].contiguous()
-    weights["d2t"] = kept - torch.arange(len(kept))
-    weights["t2d"] = torch.zeros(target.shape.vocab_size, dtype=torch.bool).index_fill_(0, kept, True)
+    if len(kept) < target.shape.vocab_size:  # vLLM refuses a map of the whole vocabulary
+        weights["d2t"] = kept - torch.arange(len(kept))
+        weights["t2d"] = torch.zeros(target.shape.vocab_size, dtype=torch.bool).index_fill_(0, kept, True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -218,7 +219,7 @@ def load_drafter(folder: Path) -> tuple[Drafter, Tensor]:
     )
     drafter = Drafter(shape)
     weights = load_file(folder / "model.safetensors")
-    offsets = weights.pop("d2t")
-    del weights["t2d"]
+    offsets = weights.pop("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.long))
+    weights.pop("t2d", None)
     drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=True)
     return drafter, torch.arange(len(offsets)) + offsets

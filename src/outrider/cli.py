@@ -1,4 +1,4 @@
-"""The outrider command: generate, chat, serve, certify, doctor, bench, matrix, version.
+"""The outrider command: generate, chat, serve, certify, doctor, train, bench, matrix, version.
 A ValueError is the user's to mend and becomes one line on standard error with exit status 2; --debug shows it all.
 Whatever needs torch is imported when a command runs: help and version answer at once."""
 
@@ -37,6 +37,7 @@ from outrider.sampling_params import SamplingParams
 from outrider.server.command import serve_command
 from outrider.server.flags import ServeCommand
 from outrider.startup import importing
+from outrider.training.command import train_command
 
 if TYPE_CHECKING:
     from outrider.config import EngineConfig
@@ -365,6 +366,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve_command,
     "certify": certify_command,
     "doctor": doctor_command,
+    "train": train_command,
     "matrix": matrix,
     "version": version,
 }

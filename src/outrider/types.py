@@ -67,6 +67,13 @@ class Recurrent:
 CacheSpec = Paged | Latent
 
 
+class Attending(Protocol):
+    """Attention without pages, while a drafter is trained: it keeps keys and values itself, with their gradients."""
+
+    def attend(self, layer: object, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...  # q's shape
+    def remember(self, layer: object, k: Tensor, v: Tensor) -> None: ...
+
+
 @dataclass(frozen=True)
 class Weight:
     """Where a parameter comes from: tensors of the checkpoint, and how they become one."""
@@ -202,6 +209,7 @@ class Batch:
     features: Features | None = None  # where some rows are images
     last_key: Tensor | None = None  # [T] the last index a row sees, for layers that look both ways within an image
     memo: dict[Any, Any] = field(default_factory=dict)  # what layers share within the pass, e.g. rotary tables
+    attending: Attending | None = None  # in training: what attention goes by instead of pages
 
 
 @dataclass(frozen=True)

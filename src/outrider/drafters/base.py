@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
+from outrider.drafters.fresh import Fresh, Plan
+from outrider.drafters.lesson import Lesson, Loss
 from outrider.kernels.round import Catching, extension_rows, shift_taps
 from outrider.kernels.sampling import choose
 from outrider.models.base import Target
@@ -84,6 +86,23 @@ class Drafter(nn.Module):
     def readings(self) -> list[Reading]:
         """Other ways to understand the same checkpoint, for whoever measures which of them it was trained with."""
         return []
+
+    # training
+
+    trainable = False  # it has a loss, and a checkpoint to begin with
+
+    @classmethod
+    def fresh(cls, target: Target, plan: Plan) -> Fresh:
+        """A checkpoint of a new drafter for this target."""
+        raise NotImplementedError
+
+    def loss(self, lesson: Lesson) -> Loss:
+        """How far its drafts are from what the target says."""
+        raise NotImplementedError
+
+    def frozen(self) -> tuple[str, ...]:
+        """Parameters that training leaves as they are, where the whole vocabulary is not trained."""
+        return ()
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,11 @@ from outrider.drafters.dflash2 import ConvBlock, Selector
 from outrider.drafters.dflash_config import DFlashConfig, resolve
 from outrider.drafters.dflash_mask import LayerMask, remasked
 from outrider.drafters.dflash_reader import canonical_name
+from outrider.drafters.dflash_training import corrected, fresh_dflash
 from outrider.drafters.dspark import ConfidenceHead, MarkovHead
+from outrider.drafters.fresh import Fresh, Plan
 from outrider.drafters.head import twin
+from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, by_survival, judged, rows_of, teaching
 from outrider.drafters.parallel import draft_at_once
 from outrider.kernels.activation import GATED
 from outrider.layers.attention import AttentionShape, SelfAttention
@@ -30,6 +33,7 @@ from outrider.layers.rotary import Rotary
 from outrider.models.base import Target
 from outrider.types import Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
 
+PLACES_PER_BLOCK = 4  # of a text in training, on average
 Correction = Callable[[Tensor, Tensor, Tensor], Tensor]  # logits [B, V], hidden [B, H], token before [B] -> [B, V]
 
 
@@ -257,6 +261,43 @@ class DFlash(Drafter):
                 masks=placed,
             ),
         ]
+
+    # training
+
+    trainable = True
+
+    @classmethod
+    def fresh(cls, target: Target, plan: Plan) -> Fresh:
+        return fresh_dflash(target, plan)
+
+    def loss(self, lesson: Lesson) -> Loss:
+        """Blocks of masks at random places of the text, each of which sees the target's states before it. What a draft
+        is more likely to come to weighs more."""
+        taught = teaching(lesson, self._target[0], self.network.head, self.target_ids())
+        guesses = self.guesses(lesson)
+        if self.network.markov is not None:
+            taught, guesses = corrected(lesson, self.network.markov, taught, guesses)
+        return judged(lesson, self._target[0], taught, guesses, by_survival)
+
+    def guesses(self, lesson: Lesson) -> list[Guess]:
+        first, branches = 0 if self.config.from_anchor else 1, Branches(lesson)
+        num_rows, length = lesson.shape
+        context = rows_of(lesson.tokens, lesson.places, branches)
+        self.network.remember(self._context(lesson.taps.flatten(0, 1)), context)
+        usable = lesson.learnt & lesson.reaches(1) & (lesson.places > 0)
+        chances = lesson.noise.uniform(length) + usable
+        anchors = chances.argsort(dim=1, descending=True)[:, : max(length // PLACES_PER_BLOCK, 1)]
+        size = lesson.depth + first
+        tokens = torch.full((num_rows, anchors.shape[1], size), self._mask_token(), device=anchors.device)
+        tokens[..., 0] = lesson.tokens.gather(1, anchors)
+        places = lesson.places.gather(1, anchors)[..., None] + torch.arange(size, device=anchors.device)
+        batch = replace(rows_of(tokens, places, branches.of(Grown(anchors, size, before=1))), max_rows=size)
+        rows = self.network(self._embed(batch), batch).unflatten(0, tokens.shape)
+        scale = self.config.output_multiplier
+        return [Guess(rows[:, :, first + ahead] * scale, anchors, ahead) for ahead in range(lesson.depth)]
+
+    def frozen(self) -> tuple[str, ...]:
+        return ("network.embed.weight", "network.head.weight", "network.d2t")
 
     # loading
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, Reading, drafters
-from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, resolve
+from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, distinct_taps, resolve
+from outrider.drafters.fresh import Fresh, Mould, Plan, Tensors, offsets
 from outrider.drafters.head import FIRST_KEY as FIRST_KEY
 from outrider.drafters.head import FeedbackDrafter, FeedbackNetwork, actual_names, layer_weights, twin, unless_same
+from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, compare, rows_of, teaching, weighed
 from outrider.layers.attention import SelfAttention
 from outrider.layers.block import DecoderBlock
 from outrider.layers.embedding import Embedding, Head
@@ -164,6 +166,75 @@ class Eagle3(FeedbackDrafter):
         other.network.config = other.config
         return other
 
+    # training
+
+    trainable = True
+
+    @classmethod
+    def fresh(cls, target: Target, plan: Plan) -> Fresh:
+        mould, num_layers = Mould.of(target), plan.num_layers or 1
+        made, taps = Tensors(target, mould, plan), plan.taps or distinct_taps(target.num_layers)
+        ids = plan.draft_ids
+        tensors = {
+            "fc.weight": made.last_of(len(taps)),
+            **made.layer("midlayer." if num_layers == 1 else "layers.0.", inputs=2),
+            "norm.weight": made.final_norm(),
+            "lm_head.weight": made.head(ids),
+        }
+        first = "midlayer." if num_layers == 1 else "layers.0."
+        tensors[f"{first}hidden_norm.weight"] = tensors[f"{first}input_layernorm.weight"].clone()
+        for number in range(1, num_layers):
+            tensors |= made.layer(f"layers.{number}.")
+        if ids is not None:
+            known = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids.cpu(), True)
+            tensors |= {"d2t": offsets(ids), "t2d": known}
+        if plan.post_norm:
+            tensors |= {f"fc_norm.{number}.weight": made.ones(target.hidden_size) for number in range(len(taps))}
+        windowed = {"layer_types": ["sliding_attention"] * num_layers, "sliding_window": plan.window}
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            **mould.config,
+            "num_hidden_layers": num_layers,
+            "draft_vocab_size": target.vocab_size if ids is None else len(ids),
+            "target_hidden_size": target.hidden_size,
+            "eagle_aux_hidden_state_layer_ids": list(taps),
+            **({"fc_norm": True, "norm_output": True} if plan.post_norm else {}),
+            **(windowed if plan.window else {}),
+        }
+        return Fresh(config, tensors)
+
+    def loss(self, lesson: Lesson) -> Loss:
+        """Training-time test: it drafts `depth` tokens from every place of the text at once, each step from its own
+        output of the step before, beside the text's tokens. A draft sees the states that the target's features made up
+        to its place, and its own."""
+        taught = teaching(lesson, self._target[0], self.network.head, self.target_ids())
+        asked, aligned = [], []
+        for guess in self.guesses(lesson):  # side by side with the target's row that says the same token: read once
+            row = lesson.ahead(lesson.learnt & taught.knows(lesson.ahead(lesson.tokens, 1)), 1 + guess.ahead)
+            asked.append(_moved(lesson.reaches(2 + guess.ahead) & row, 1 + guess.ahead))
+            aligned.append(_moved(guess.hidden, 1 + guess.ahead))
+        asked_of = torch.stack(asked, dim=2).flatten(0, 1)
+        found = compare(
+            lesson, self._target[0], taught, torch.stack(aligned, dim=2).flatten(0, 1), lesson.last.flatten(0, 1)
+        )
+        return weighed(found, asked_of.float(), asked_of)
+
+    def guesses(self, lesson: Lesson) -> list[Guess]:
+        """A row is made of the taps of one token and the embedding of the next, which is the newest that it knows."""
+        branches = Branches(lesson, self.config.layers.windows[0])
+        state = self._features(lesson.taps.flatten(0, 1))
+        newest, found = (branches.columns + 1).clamp(max=lesson.shape[1] - 1), []
+        for ahead in range(lesson.depth):
+            part = Grown(branches.columns, depth=ahead) if ahead else None
+            tokens = lesson.ahead(lesson.tokens, 1 + ahead)
+            normed, state = self._run(rows_of(tokens, lesson.places + ahead, branches.of(part)), state)
+            found.append(Guess(normed.unflatten(0, lesson.shape), newest, ahead, lesson.reaches(1)))
+        return found
+
+    def frozen(self) -> tuple[str, ...]:
+        return ("network.embed.weight", "network.head.weight", "network.d2t")
+
     # loading
 
     def check(self) -> None:
@@ -227,6 +298,11 @@ class Eagle3(FeedbackDrafter):
         if network.fc is not None and network.fc.bias is not None:
             weights["fc.bias"] = Weight(("fc.bias",))
         return weights
+
+
+def _moved(values: Tensor, count: int) -> Tensor:
+    """[R, S, ...]: `count` columns to the right; what comes in on the left is empty."""
+    return torch.cat([values.new_zeros(len(values), count, *values.shape[2:]), values[:, :-count]], dim=1)
 
 
 def _reading(name: str, advice: str, **changes: Any) -> Reading:

@@ -107,7 +107,7 @@ def _taps(reader: Reader, target: Target, chosen: tuple[int, ...] | None) -> tup
     if chosen is not None:
         found = [_Ids(tuple(sorted(chosen)), "speculative_config taps")]
     else:
-        found = _named_ids(reader, num_layers) or [_Ids(_usual(num_layers), "default (2, n/2, n-3)")]
+        found = _named_ids(reader, num_layers) or [_Ids(usual_taps(num_layers), "default (2, n/2, n-3)")]
     if len({ids.taps for ids in found}) > 1:
         said = "; ".join(f"{ids.source}: {list(ids.taps)}" for ids in found)
         raise ValueError(f'the checkpoint names its taps twice and they differ ({said}): set "taps" to the right ones')
@@ -126,9 +126,15 @@ def _taps(reader: Reader, target: Target, chosen: tuple[int, ...] | None) -> tup
     return reader.note("taps", taps, source)
 
 
-def _usual(num_layers: int) -> tuple[int, ...]:
+def usual_taps(num_layers: int) -> tuple[int, ...]:
     """What nearly all heads read, and every trainer's default."""
     return (2, num_layers // 2, num_layers - 3)
+
+
+def distinct_taps(num_layers: int) -> tuple[int, ...]:
+    """The usual ones of a new head; a target of few layers has no three of them."""
+    usual = usual_taps(num_layers)
+    return usual if len(set(usual)) == 3 and min(usual) > 0 and usual == tuple(sorted(usual)) else (num_layers - 1,)
 
 
 def _named_ids(reader: Reader, num_layers: int) -> list[_Ids]:
@@ -151,9 +157,9 @@ def _named_ids(reader: Reader, num_layers: int) -> list[_Ids]:
         other = tuple(tap + (-1 if shift else 1) for tap in taps)
         ways = ("read as layers done", "read as outputs (+1)")
         source = f"{name}, {ways[shift]}"
-        if other == _usual(num_layers):
+        if other == usual_taps(num_layers):
             source += f"; doubtful: {ways[1 - shift]} they are the usual {list(other)}"
-        elif taps != _usual(num_layers) and not reader.is_speculators and name != deepspec:
+        elif taps != usual_taps(num_layers) and not reader.is_speculators and name != deepspec:
             source += f"; ambiguous: {ways[1 - shift]} they are {list(other)}"
         readings.append(_Ids(taps, source))
     return readings

@@ -4,14 +4,19 @@ Module k sees a hidden state and the token k + 1 places after it; with one modul
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, Reading, drafters, extend, shifted
+from outrider.drafters.fresh import Fresh, Plan
 from outrider.drafters.head import twin
+from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, judged, rows_of, teaching
+from outrider.drafters.mtp_added import added_modules, are_added, fresh_modules
 from outrider.kernels.sampling import choose
 from outrider.layers.embedding import embed_rows
 from outrider.layers.mtp import MtpModule
@@ -50,6 +55,8 @@ class MultiTokenPrediction(Drafter):
 
     @classmethod
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> MultiTokenPrediction:
+        if checkpoint is not None and are_added(checkpoint.config):
+            return cls(added_modules(checkpoint.config, target), target, settings)
         if not cls.suits(type(target)):
             names = ", ".join(target.config.get("architectures") or [type(target).__name__])
             raise ValueError(f"method mtp: {names} has no multi-token-prediction modules; choose another method")
@@ -68,6 +75,10 @@ class MultiTokenPrediction(Drafter):
                 'use the original, or give a checkpoint that has them as "model"'
             )
         return drafter
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> int:
+        return 3 if are_added(config) else 0
 
     @classmethod
     def suits(cls, target: type[Target]) -> bool:
@@ -174,6 +185,49 @@ class MultiTokenPrediction(Drafter):
         name = "first embedding kept" if zeroed else "first embedding zeroed"
         advice = f'set "mtp_zero_first_embedding": {str(not zeroed).lower()} in the target\'s config.json'
         return [Reading(name, advice, _with_other_first_embedding)]
+
+    # training
+
+    trainable = True
+
+    @classmethod
+    def fresh(cls, target: Target, plan: Plan) -> Fresh:
+        if plan.draft_ids is not None:
+            raise ValueError(
+                "mtp modules share the target's head, so they say all of its tokens: no --draft-vocabulary"
+            )
+        return fresh_modules(target, plan)
+
+    def loss(self, lesson: Lesson) -> Loss:
+        """All modules over the whole text, one after the other, beside the text's tokens; a module that is used again
+        goes on from its own output, as a draft does."""
+        target = self._target[0]
+        taught = teaching(lesson, target, self.module(0).head, None)
+        guesses = self.guesses(lesson)
+        return judged(lesson, target, taught, guesses)
+
+    def guesses(self, lesson: Lesson) -> list[Guess]:
+        branches, target = Branches(lesson), self._target[0]
+        source = lesson.last.flatten(0, 1)
+        if self.mtp.reads_normed:
+            with torch.no_grad():
+                source = target.norm(source)
+        state, found = source, []
+        newest = (branches.columns + 1).clamp(max=lesson.shape[1] - 1)
+        again = self.num_modules == 1  # several are learnt as far as they reach
+        for ahead in range(lesson.depth if again else min(lesson.depth, self.num_modules)):
+            turn = ahead if again else 0
+            part = Grown(branches.columns, depth=turn) if turn else None
+            rows = rows_of(lesson.ahead(lesson.tokens, 1 + ahead), lesson.places + turn, branches.of(part))
+            place = ahead % self.num_modules
+            fed = self._run(place, rows, state)
+            state = fed if self.mtp.chained or again else source
+            read = fed if self.mtp.feeds_normed else self.module(place).norm(fed)
+            found.append(Guess(read.unflatten(0, lesson.shape), newest, ahead, lesson.reaches(1)))
+        return found
+
+    def frozen(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.named_parameters() if name.endswith(("embed.weight", "head.weight")))
 
     # loading
 

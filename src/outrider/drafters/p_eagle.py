@@ -14,10 +14,14 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Reading, drafters, extend, no_draft, shifted
 from outrider.drafters.eagle3 import FIRST_KEY, Eagle3
 from outrider.drafters.eagle3_config import Eagle3Config, resolve
+from outrider.drafters.fresh import Fresh, Plan
 from outrider.drafters.head import actual_names
+from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, judged, rows_of, teaching
 from outrider.drafters.parallel import draft_at_once, draft_rows, mask_rows, num_masked, resolve_mask_token
 from outrider.models.base import Target
 from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
+
+KEPT_SHARE, LEAST_SHARE = 0.8, 0.2  # of the places that learn one token further ahead
 
 
 @drafters.register("p_eagle")
@@ -75,6 +79,46 @@ class PEagle(Eagle3):
             return self._features(torch.where(masked[:, None, None], mask, taps))
         return torch.where(masked[:, None], mask[0], self._features(taps))  # the target's norm is not for it
 
+    # training
+
+    @classmethod
+    def fresh(cls, target: Target, plan: Plan) -> Fresh:
+        made = super().fresh(target, replace(plan, num_layers=plan.num_layers or 2))
+        width = len(made.config["eagle_aux_hidden_state_layer_ids"]) * target.hidden_size
+        mask = torch.randn(1, 1, width, generator=torch.Generator().manual_seed(plan.seed)) * 0.1
+        config = {**made.config, "ptd_token_id": plan.mask_token or 0, "norm_before_residual": False}
+        return Fresh(config, {**made.tensors, "mask_hidden": mask})
+
+    def loss(self, lesson: Lesson) -> Loss:
+        """One pass over the text and over masked rows that grow from some of its places: the further ahead, the fewer
+        (conditional drop), always at places that have the nearer ones too."""
+        taught = teaching(lesson, self._target[0], self.network.head, self.target_ids())
+        return judged(lesson, self._target[0], taught, self.guesses(lesson))
+
+    def guesses(self, lesson: Lesson) -> list[Guess]:
+        branches = Branches(lesson, self.config.layers.windows[0])
+        columns, order = branches.columns, lesson.noise.uniform(lesson.shape[1]).argsort(dim=1)
+        parts: list[Grown | None] = [None]
+        tokens, positions = [lesson.ahead(lesson.tokens, 1)], [lesson.places]
+        for ahead in range(1, lesson.depth):
+            anchors = order[:, : num_kept(lesson.shape[1], ahead)]
+            parts.append(Grown(anchors, depth=ahead))
+            tokens.append(torch.full_like(anchors, self.mask_token.value))
+            positions.append(lesson.places.gather(1, anchors) + ahead)
+        rows_tokens, rows_positions = (torch.cat([each.flatten() for each in all]) for all in (tokens, positions))
+        masked = self._states(lesson.taps[:1, 0], torch.ones(1, dtype=torch.bool, device=columns.device))
+        num_masked = len(rows_tokens) - columns.numel()
+        state = torch.cat([self._features(lesson.taps.flatten(0, 1)), masked.expand(num_masked, -1)])
+        normed, _ = self._run(rows_of(rows_tokens, rows_positions, branches.of(*parts)), state)
+        found, begin = [], 0
+        for ahead, part in enumerate(parts):
+            anchors = columns if part is None else part.anchors
+            rows = normed[begin : begin + anchors.numel()].unflatten(0, anchors.shape)
+            begin += anchors.numel()
+            newest = (anchors + 1).clamp(max=lesson.shape[1] - 1)  # the token beside the state
+            found.append(Guess(rows, newest, ahead, lesson.reaches(1).gather(1, anchors)))
+        return found
+
     def weights(self) -> dict[str, Weight]:
         mask = actual_names({"mask_hidden": Weight(("mask_hidden",), _flat)}, self.config.names)
         return {**super().weights(), **mask}
@@ -87,6 +131,11 @@ class PEagle(Eagle3):
 
     def provenance(self) -> dict[str, Resolved]:
         return {**super().provenance(), "mask_token": self.mask_token}
+
+
+def num_kept(length: int, ahead: int) -> int:
+    """Of so many places, those from which drafts are learnt that far ahead."""
+    return max(round(length * max(KEPT_SHARE**ahead, LEAST_SHARE)), 1)
 
 
 def _is_named(config: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from outrider.kernels.attention import AttentionOptions, paged_attention
 from outrider.kernels.linear import linear
-from outrider.kernels.rope import HeadNorms, rope_write
+from outrider.kernels.rope import HeadNorms, rope_write, rotate
 from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
@@ -89,14 +89,16 @@ class SelfAttention(CachedLayer):
 
     def forward(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, H], added to the residual if there is one."""
-        assert self.pages is not None, "the layer has no cache memory yet"
         q, k, v = self.project(x)
+        if batch.attending is not None:
+            q, k = (each.to(v.dtype) for each in self._turned(q, k, batch))
+            return self.finish(batch.attending.attend(self, q, k, v, self.options.scale), x, residual)
+        assert self.pages is not None, "the layer has no cache memory yet"
         q = rope_write(q, k, v, self.rotary(batch), self.pages, batch.write_locations, self.head_norms)
         return self.finish(paged_attention(q, self.pages, batch, self.options, self.sinks), x, residual)
 
     def remember(self, x: Tensor, batch: Batch) -> None:
         """Only keys and values of x [T, in]: of the joint projection the queries' rows are left out."""
-        assert self.pages is not None, "the layer has no cache memory yet"
         shape, qkv = self.shape, self.qkv
         first = shape.num_heads * shape.head_dim
         bias = qkv.bias[first:] if qkv.bias is not None else None
@@ -105,4 +107,15 @@ class SelfAttention(CachedLayer):
         k, v = rows.split(shape.num_kv_heads, dim=1)
         if self.k_norm is not None:
             k = self.k_norm(k)
+        if batch.attending is not None:
+            batch.attending.remember(self, rotate(k.float(), *self.rotary(batch)).to(v.dtype), v)
+            return
+        assert self.pages is not None, "the layer has no cache memory yet"
         rope_write(k, k, v, self.rotary(batch), self.pages, batch.write_locations)  # there are no queries
+
+    def _turned(self, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Normed and turned by their positions, with gradients."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = self.rotary(batch)
+        return rotate(q.float(), cos, sin), rotate(k.float(), cos, sin)

@@ -27,7 +27,7 @@ class Block(Fusable):
 
     def run(self, residual: Tensor, inputs: Tensor, batch: Batch) -> Tensor:
         """residual [T, H], inputs [T, in] -> [T, H], always a new tensor."""
-        if use_native(residual) and self.has_native():
+        if use_native(residual) and batch.attending is None and self.has_native():
             assert self._native is not None
             return self._native(residual, inputs, batch, self.attention.rotary(batch))
         x = self.attention(inputs, batch, residual)

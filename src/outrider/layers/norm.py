@@ -32,6 +32,8 @@ class RMSNorm(nn.Module):
 
 def side_by_side(*parts: tuple[RMSNorm, Tensor]) -> Tensor:
     """Tensors [T, H], each normed by its own norm -> one [T, sum of H]."""
+    if torch.is_grad_enabled():  # autograd does not follow writes into parts of a tensor
+        return torch.cat([norm(x) for norm, x in parts], dim=-1)
     widths = [x.shape[-1] for _, x in parts]
     joined = parts[0][1].new_empty(len(parts[0][1]), sum(widths))
     for (norm, x), out in zip(parts, joined.split(widths, dim=-1), strict=True):

@@ -1,0 +1,77 @@
+"""A new drafter of the DFlash family, and DSpark's correction as a part of its head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from outrider.drafters.dspark import MarkovHead
+from outrider.drafters.fresh import Fresh, Mould, Plan, Tensors, offsets
+from outrider.drafters.lesson import Guess, Lesson, Teaching
+from outrider.kernels.head_loss import HeadMatrix
+from outrider.models.base import Target
+
+MAX_TAPS, NUM_LAYERS, MARKOV_RANK = 5, 2, 64
+
+
+def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
+    """From the second layer to the last but two, evenly; fewer where the target has no more."""
+    first, last = min(2, num_layers), max(num_layers - 2, 1)
+    spread = [round(first + number * (last - first) / max(count - 1, 1)) for number in range(count)]
+    return tuple(sorted(set(spread)))
+
+
+def fresh_dflash(target: Target, plan: Plan) -> Fresh:
+    """In z-lab's dialect. Its embedding is the target's; so is its head, unless it can say few tokens only. In
+    DSpark's form, tokens of a block hear the one before."""
+    markov = plan.method == "dspark"
+    mould, num_layers = Mould.of(target, head_norm=True), plan.num_layers or NUM_LAYERS
+    taps = plan.taps or spread_taps(target.num_layers, MAX_TAPS)
+    made = Tensors(target, mould, plan)
+    tensors = {
+        "fc.weight": made.last_of(len(taps)),
+        "hidden_norm.weight": made.ones(),
+        "norm.weight": made.final_norm(),
+    }
+    for number in range(num_layers):
+        tensors |= made.layer(f"layers.{number}.")
+    ids = plan.draft_ids
+    if ids is not None:
+        known = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids.cpu(), True)
+        tensors |= {"lm_head.weight": made.head(ids), "d2t": offsets(ids), "t2d": known}
+    draft_vocab_size = target.vocab_size if ids is None else len(ids)
+    config = {
+        "architectures": ["DSparkDraftModel" if markov else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        **mould.config,
+        "num_hidden_layers": num_layers,
+        "layer_types": ["full_attention"] * num_layers,
+        "block_size": plan.depth + (0 if markov else 1),
+        "num_target_layers": target.num_layers,
+        "draft_vocab_size": draft_vocab_size,
+        "dflash_config": {"mask_token_id": plan.mask_token or 0, "target_layer_ids": [tap - 1 for tap in taps]},
+    }
+    if markov:
+        tensors |= {
+            "markov_head.markov_w1.weight": made.matrix(target.vocab_size, MARKOV_RANK),
+            "markov_head.markov_w2.weight": torch.zeros(draft_vocab_size, MARKOV_RANK),
+        }
+        config |= {"markov_rank": MARKOV_RANK, "markov_head_type": "vanilla", "sample_from_anchor": True}
+    return Fresh(config, tensors)
+
+
+def corrected(
+    lesson: Lesson, markov: MarkovHead, taught: Teaching, guesses: list[Guess]
+) -> tuple[Teaching, list[Guess]]:
+    """A bias W2 W1[token before] is a head that is W2 wider, over states that are W1[token before] longer."""
+    if markov.gate is not None:
+        raise ValueError("a gated Markov head cannot be trained: begin with a new drafter")
+    head = taught.head
+    wide = HeadMatrix(torch.cat([head.weight, markov.output.weight.to(head.weight.dtype)], dim=1), head.softcap)
+    longer = []
+    for guess in guesses:
+        before = lesson.tokens.gather(1, guess.columns.clamp(max=lesson.shape[1] - 1))
+        hidden = torch.cat([guess.hidden, markov.embed(before).to(guess.hidden.dtype)], dim=-1)
+        longer.append(replace(guess, hidden=hidden))
+    return replace(taught, head=wide), longer

@@ -1,0 +1,101 @@
+"""A drafter on disk: as others read it, and as training goes on from it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from outrider.drafters.base import Drafter
+from outrider.drafters.fresh import Fresh
+from outrider.layers.block import Block
+from outrider.layers.embedding import Head
+from outrider.layers.linear import Linear
+from outrider.layers.packing import pack_weights
+from outrider.types import Weight
+
+STORED = torch.bfloat16
+STATE, WEIGHTS, CONFIG = "state.safetensors", "model.safetensors", "config.json"
+
+
+def write_drafter(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """In one move each, so that nobody ever finds half of one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stored = {
+        name: tensor.detach().to("cpu", STORED if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in tensors.items()
+    }
+    _replace(directory / WEIGHTS, lambda path: save_file(stored, str(path), {"format": "pt"}))
+    _replace(directory / CONFIG, lambda path: path.write_text(json.dumps(dict(config), indent=2) + "\n"))
+
+
+def begin_drafter(directory: Path, fresh: Fresh) -> None:
+    write_drafter(directory, fresh.config, fresh.tensors)
+
+
+def exported(drafter: Drafter, values: Mapping[str, Tensor], fresh: Fresh) -> dict[str, Tensor]:
+    """The tensors of the checkpoint that the drafter was made from, with what its parameters are now. `values`: by
+    parameter; what is not there has not been trained."""
+    tensors, parameters = dict(fresh.tensors), dict(drafter.named_parameters())
+    for name, weight in drafter.weights().items():
+        if name in values and name in parameters:
+            tensors |= _taken_apart(weight, values[name], fresh.tensors)
+    return tensors
+
+
+def _taken_apart(weight: Weight, value: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    shapes = [like[name].shape for name in weight.names]
+    if len(shapes) == 1:
+        return {weight.names[0]: value.reshape(shapes[0])}
+    parts = value.split([shape[0] for shape in shapes])
+    return dict(zip(weight.names, parts, strict=True))
+
+
+def copy_into(drafter: Drafter, values: Mapping[str, Tensor]) -> None:
+    """A drafter that serves takes these weights, rounded as on disk, in place: recordings of rounds stay valid."""
+    parameters: dict[str, nn.Parameter] = dict(drafter.named_parameters())
+    with torch.inference_mode():
+        for name, value in values.items():
+            parameters[name].copy_(value.to(STORED))
+        for module in drafter.modules():  # smaller forms of the old weights
+            if isinstance(module, Linear | Head):
+                module.packed = None
+            elif isinstance(module, Block):
+                module._native = None
+        pack_weights(drafter)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Where a run stood."""
+
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+
+
+def save_state(directory: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    _replace(directory / STATE, lambda path: save_file(kept, str(path), {"facts": json.dumps(dict(facts))}))
+
+
+def load_state(directory: Path) -> Saved | None:
+    path = directory / STATE
+    if not path.is_file():
+        return None
+    with safe_open(str(path), "pt") as file:
+        facts = json.loads((file.metadata() or {})["facts"])
+    return Saved(load_file(str(path)), facts)
+
+
+def _replace(path: Path, write: Any) -> None:
+    beside = path.with_name(f".{path.name}.new")
+    write(beside)
+    os.replace(beside, path)

@@ -1,0 +1,131 @@
+"""Muon for matrices, AdamW for the rest, and the average of the weights that is served.
+State is plain tensors by name, so that a run can be written down and taken up again to the last bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a quintic that brings singular values near one in few steps
+NUM_ITERATIONS = 5
+
+
+@dataclass(frozen=True)
+class Rates:
+    matrices: float = 2e-3  # Muon
+    others: float = 3e-4  # AdamW
+    weight_decay: float = 0.0
+    momentum: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    warm_up: float = 0.02  # share of the run
+    averaging: float = 0.999  # decay of the average
+
+    def scale(self, progress: float) -> float:
+        """Of the learning rates, when this share of the run is done: up, then down to nothing in a line."""
+        if progress < self.warm_up:
+            return max(progress / self.warm_up, 0.01)
+        return max(1 - (progress - self.warm_up) / (1 - self.warm_up), 0.0)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """The nearest matrix [m, n] whose singular values are about one (Newton and Schulz' iteration)."""
+    dtype = torch.bfloat16 if matrix.is_cuda else torch.float32
+    x = matrix.to(dtype)
+    tall = x.shape[0] > x.shape[1]
+    if tall:
+        x = x.T
+    x = x / (x.norm() + 1e-7)
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.T if tall else x).to(matrix.dtype)
+
+
+class Optimizer:
+    """Over named parameters. No step asks the device for anything."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], rates: Rates) -> None:
+        self.rates = rates
+        self.parameters = dict(parameters)
+        # embeddings and heads are tables of vectors, whose rows are seen at very different rates
+        self.matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and not _is_table(name)}
+        self.others = {name: p for name, p in parameters.items() if name not in self.matrices}
+        self.momenta = {name: torch.zeros_like(p) for name, p in self.matrices.items()}
+        self.first = {name: torch.zeros_like(p) for name, p in self.others.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in self.others.items()}
+        self.average = {name: p.detach().clone() for name, p in parameters.items()}
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, scale: float) -> Tensor:
+        """`scale`: of the learning rates. Returns the norm of the gradient before it was clipped."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self.rates.clip, norm)
+        self.num_steps += 1
+        for name, parameter in self.matrices.items():
+            self._step_matrix(parameter, self.momenta[name], self.rates.matrices * scale)
+        self._step_others(self.rates.others * scale)
+        decay = min(self.rates.averaging, (1 + self.num_steps) / (10 + self.num_steps))
+        average, now = list(self.average.values()), [p.detach() for p in self.parameters.values()]
+        torch._foreach_lerp_(average, now, 1 - decay)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return norm
+
+    def _step_matrix(self, parameter: nn.Parameter, momentum: Tensor, rate: float) -> None:
+        if parameter.grad is None:
+            return
+        momentum.lerp_(parameter.grad, 1 - self.rates.momentum)
+        direction = orthogonal(parameter.grad.lerp(momentum, self.rates.momentum))
+        parameter.mul_(1 - rate * self.rates.weight_decay)
+        # its numbers are as large as AdamW's steps usually are, so that rates compare
+        parameter.add_(direction, alpha=-rate * 0.2 * math.sqrt(max(parameter.shape)))
+
+    def _step_others(self, rate: float) -> None:
+        names = [name for name, p in self.others.items() if p.grad is not None]
+        if not names:
+            return
+        parameters: list[Tensor] = [self.others[name] for name in names]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        first, second = [self.first[name] for name in names], [self.second[name] for name in names]
+        (low, high), count = self.rates.betas, self.num_steps
+        torch._foreach_lerp_(first, gradients, 1 - low)
+        torch._foreach_mul_(second, high)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - high)
+        size = torch._foreach_sqrt(torch._foreach_div(second, 1 - high**count))
+        torch._foreach_add_(size, 1e-8)
+        torch._foreach_mul_(parameters, 1 - rate * self.rates.weight_decay)
+        torch._foreach_addcdiv_(parameters, first, size, -rate / (1 - low**count))
+
+    # state
+
+    def state(self) -> dict[str, Tensor]:
+        kinds: dict[str, Mapping[str, Tensor]] = {
+            "parameter": self.parameters,
+            "average": self.average,
+            "momentum": self.momenta,
+            "first": self.first,
+            "second": self.second,
+        }
+        return {f"{kind}.{name}": value.detach() for kind, values in kinds.items() for name, value in values.items()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor], num_steps: int) -> None:
+        mine = self.state()
+        if mine.keys() != state.keys():
+            odd = sorted(mine.keys() ^ state.keys())
+            raise ValueError(f"the checkpoint to resume is of another drafter: {', '.join(odd[:3])}; begin anew")
+        for name, value in mine.items():
+            value.copy_(state[name])
+        self.num_steps = num_steps
+
+
+def _is_table(name: str) -> bool:
+    return name.endswith(("embed.weight", "head.weight"))

@@ -1,0 +1,185 @@
+"""The loop: rows of texts, the target's own states of them, the drafter's loss, a step. It knows no method.
+Step n is a function of the seed and n alone, so that a run which was broken off goes on as if it had not been."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from outrider.drafters.base import Drafter
+from outrider.drafters.lesson import Lesson, Loss, Noise, dense
+from outrider.engine.upload import upload
+from outrider.kernels.head_loss import Divergence
+from outrider.training.optimizer import Optimizer, Rates
+from outrider.training.teacher import Teacher
+from outrider.training.texts import Rows
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """How much is learnt at a time, and how."""
+
+    num_rows: int  # in a step, of all processes together
+    depth: int
+    divergence: Divergence = field(default_factory=Divergence)
+    parts: int = 1  # a step's rows are read in so many parts, one after the other
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train together; torchrun starts them."""
+
+    rank: int = 0
+    size: int = 1
+
+    def sum(self, tensors: list[Tensor]) -> None:
+        """In place, over all processes."""
+        if self.size > 1 and tensors:
+            flat = torch.cat([tensor.detach().flatten().float() for tensor in tensors])
+            torch.distributed.all_reduce(flat)
+            for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def agreed(self, decision: bool, device: torch.device) -> bool:
+        """What the first process has decided."""
+        if self.size == 1:
+            return decision
+        told = torch.tensor([float(decision)], device=device)
+        torch.distributed.broadcast(told, src=0)
+        return bool(told.item())
+
+
+ALONE = World()
+
+
+@dataclass
+class Record:
+    """Sums of the steps since it was last read, on the device."""
+
+    values: Tensor | None = None
+    num_steps: int = 0
+
+    def add(self, loss: Loss) -> None:
+        row = torch.cat([loss.total.detach()[None], loss.weight[None], loss.agreed, loss.asked]).double()
+        self.values = row if self.values is None else self.values + row
+        self.num_steps += 1
+
+    def read(self) -> dict[str, Any]:
+        """Waits for the device."""
+        assert self.values is not None
+        total, weight, *counts = self.values.tolist()
+        half = len(counts) // 2
+        agreement = [a / n if n else 0.0 for a, n in zip(counts[:half], counts[half:], strict=True)]
+        self.values, self.num_steps = None, 0
+        return {"loss": total / max(weight, 1e-9), "agreement": agreement}
+
+
+@dataclass
+class Trainer:
+    drafter: Drafter  # float32, with its parameters on the target's device
+    teacher: Teacher
+    rows: Rows
+    lessons: Lessons
+    rates: Rates
+    world: World = ALONE
+    train_vocabulary: bool = False  # heads and embeddings of its own too
+    step_number: int = 0
+    record: Record = field(default_factory=Record)
+
+    def __post_init__(self) -> None:
+        frozen = {name for name, p in self.drafter.named_parameters() if not p.is_floating_point()}
+        if not self.train_vocabulary:
+            frozen |= set(self.drafter.frozen())
+        for name, parameter in self.drafter.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        self.teacher.target.requires_grad_(False)
+        self.optimizer = Optimizer(self.trained(), self.rates)
+        compute = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.head = dense(self.teacher.target.head).detach().to(compute)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
+
+    @property
+    def device(self) -> torch.device:
+        return self.teacher.device
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.lessons.num_rows * self.rows.tokens.shape[1]
+
+    def step(self, progress: float) -> None:
+        """`progress`: share of the run that is done."""
+        index = self.chosen(self.step_number)
+        numbered = torch.stack([index, torch.arange(len(index))], dim=1)
+        losses = []
+        for part in numbered[self.world.rank :: self.world.size].tensor_split(self.lessons.parts):
+            if len(part):
+                loss = self.loss(self.rows.take(part[:, 0]), part[:, 1])
+                loss.total.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss)
+        counts = [sum((getattr(each, name) for each in losses[1:]), start=getattr(losses[0], name).detach())
+                  for name in ("weight", "agreed", "asked", "total")]  # fmt: skip
+        gradients = [p.grad for p in self.optimizer.parameters.values() if p.grad is not None]
+        counts = [each.detach().clone() for each in counts]
+        self.world.sum([*counts, *gradients])
+        weight, agreed, asked, total = counts
+        torch._foreach_div_(gradients, weight.clamp(min=1.0))
+        self.optimizer.step(self.rates.scale(progress))
+        self.record.add(Loss(total, weight, agreed, asked))
+        self.step_number += 1
+
+    def chosen(self, number: int) -> Tensor:
+        """The rows of a step: every row once before any comes again, in another order each time."""
+        first, count, total = number * self.lessons.num_rows, self.lessons.num_rows, len(self.rows)
+        picked, orders = [], {}
+        for place in range(first, first + count):
+            epoch = place // total
+            if epoch not in orders:
+                source = torch.Generator().manual_seed(self.lessons.seed * 1_000_003 + epoch)
+                orders[epoch] = torch.randperm(total, generator=source)
+            picked.append(orders[epoch][place % total])
+        return torch.stack(picked)
+
+    def loss(self, rows: Rows, numbers: Tensor) -> Loss:
+        """`numbers`: which of the step's rows they are."""
+        lesson = self.lesson(rows, numbers)
+        with self._autocast():
+            return self.drafter.loss(lesson)
+
+    def lesson(self, rows: Rows, numbers: Tensor) -> Lesson:
+        hidden = self.teacher.read(rows)
+        shape, here = rows.tokens.shape, rows.to(self.device)
+        return Lesson(
+            tokens=here.tokens,
+            documents=here.documents,
+            places=here.places,
+            learnt=here.learnt,
+            taps=hidden.taps.unflatten(0, shape),
+            last=hidden.last.unflatten(0, shape),
+            depth=self.lessons.depth,
+            divergence=self.lessons.divergence,
+            noise=Noise(
+                self.lessons.seed * 1_000_003 + self.step_number, self.lessons.num_rows, upload(numbers, self.device)
+            ),
+            head=self.head,
+        )
+
+    def _autocast(self) -> Any:
+        return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+
+    # what is kept
+
+    def state(self) -> dict[str, Tensor]:
+        return self.optimizer.state()
+
+    def restore(self, state: Mapping[str, Tensor], step_number: int) -> None:
+        self.optimizer.restore(state, step_number)
+        self.step_number = step_number

@@ -1,0 +1,55 @@
+"""Training on a CUDA device: in bfloat16 and with the kernels there it loses what it loses on a CPU, and it learns."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import lessons
+import pytest
+import torch
+
+from outrider.kernels.head_loss import Divergence, HeadMatrix, head_loss, head_loss_reference
+from outrider.training.checkpoint import copy_into
+from outrider.training.texts import pack
+from outrider.training.validation import served
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+@pytest.mark.parametrize("form", lessons.FORMS)
+def test_a_gpu_learns_what_a_cpu_learns(form: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    target = target_path("llama")
+    texts = lessons.written(target, 6, 40)
+    rows = pack([lessons.text_of(text) for text in texts], 64)
+    losses = []
+    for device in ("cpu", "cuda"):
+        school = lessons.open_school(form, target, tmp_path / device, texts, device)
+        with school.llm, pytest.MonkeyPatch.context() as monkeypatch:
+            lessons.everywhere(monkeypatch)  # chances are not the same on two devices
+            trainer = school.trainer(rows)
+            for number in range(8):
+                trainer.step(number / 8)
+                losses.append(trainer.record.read()["loss"])
+            assert school.llm.drafter is not None
+            copy_into(school.llm.drafter, trainer.optimizer.average)
+            assert served(school.llm, [text[:6] for text in texts], 12).accept_length >= 1
+    assert losses[8] == pytest.approx(losses[0], rel=0.03)
+    assert losses[-1] < losses[8]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_the_compiled_head_and_loss(softcap: float) -> None:
+    """More tokens than a program looks at at a time, and no multiple of it."""
+    torch.manual_seed(0)
+    hidden = torch.randn(33, 2, 64, device="cuda", requires_grad=True)
+    head, teacher = (torch.randn(9001, 64, device="cuda") for _ in range(2))
+    found = []
+    for function in (head_loss, head_loss_reference):
+        states = torch.linspace(-1, 1, 33 * 64, device="cuda").view(33, 64)
+        loss = function(hidden, HeadMatrix(head, softcap), states, HeadMatrix(teacher), Divergence(0.6, 0.4))
+        (gradient,) = torch.autograd.grad(loss.loss.sum(), hidden)
+        found.append((loss.loss.detach(), loss.surprise, loss.agreed.float(), gradient))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)

@@ -1,0 +1,165 @@
+"""The network that learns is the network that serves; documents in a row do not see each other; it learns."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lessons
+import pytest
+import torch
+from torch import Tensor
+
+from outrider import LLM, SamplingParams
+from outrider.config import SpeculativeConfig
+from outrider.drafters import base, mtp, parallel
+from outrider.drafters.lesson import judged, teaching
+from outrider.kernels import dispatch
+from outrider.kernels.head_loss import Divergence, HeadMatrix, head_loss, head_loss_reference
+from outrider.pair import named_pair
+from outrider.training.checkpoint import write_drafter
+from outrider.training.dialects import in_speculators_format
+from outrider.training.run import read_fresh, training_copy
+from outrider.training.texts import Text, fill, pack
+
+NUM_STEPS = {"eagle3": 70, "p_eagle": 40, "dflash": 40, "mtp": 40}
+
+
+@pytest.fixture(scope="module")
+def texts(target_path: Callable[..., Path]) -> list[list[int]]:
+    return lessons.written(target_path("llama"), 10, 48)
+
+
+@pytest.fixture(params=list(lessons.FORMS))
+def school(
+    request: pytest.FixtureRequest, target_path: Callable[..., Path], tmp_path: Path, texts: list[list[int]]
+) -> Iterator[lessons.School]:
+    made = lessons.open_school(request.param, target_path("llama"), tmp_path, texts)
+    with made.llm:
+        yield made
+
+
+def listen(monkeypatch: pytest.MonkeyPatch, text: list[int]) -> list[list[tuple[int, Tensor]]]:
+    """Whatever a drafter thinks, it says what the text says. What it thought: by round, (place, logits [V])."""
+    rounds: list[list[tuple[int, Tensor]]] = []
+
+    def choose(logits: Tensor, sampling: Any, rows: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
+        for place, row in zip(positions.tolist(), logits, strict=True):
+            if not rounds or rounds[-1][-1][0] != place - 1:
+                rounds.append([])
+            rounds[-1].append((place, row.clone()))
+        return torch.tensor([text[min(place, len(text) - 1)] for place in positions.tolist()])
+
+    for module in (base, parallel, mtp):
+        monkeypatch.setattr(module, "choose", choose)
+    return rounds
+
+
+def test_the_network_that_serves_is_the_one_that_learns(
+    school: lessons.School, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row that the engine drafts with is a row of the loss, with the same logits."""
+    lessons.everywhere(monkeypatch)
+    text = school.texts[0]
+    with torch.no_grad():
+        logits = lessons.guessed(school.drafter, school.lesson(lessons.rows_apart([text])))
+        rounds = listen(monkeypatch, text)
+        params = SamplingParams(max_tokens=len(text) - 5, temperature=1.0, seed=3, ignore_eos=True)
+        (output,) = school.llm.generate([text[:5]], params)
+        assert output.outputs[0].token_ids == text[5:]
+        compared = 0
+        for steps in rounds:
+            newest = steps[0][0] - 1
+            for ahead, (place, served) in enumerate(steps):
+                if place < len(text) - 1 and ahead < lessons.DEPTH:
+                    torch.testing.assert_close(logits(newest, ahead), served, atol=1e-5, rtol=1e-5)
+                    compared += 1
+    assert compared >= 24
+
+
+def test_documents_of_a_row_do_not_see_each_other(school: lessons.School, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed or each in a row of its own: the same loss, and the same gradient."""
+    lessons.everywhere(monkeypatch)
+    cut = [text[: 9 + 7 * number] for number, text in enumerate(school.texts[:4])]
+    documents = [Text.of(text, [True] * len(text)) for text in cut]  # from the first token on
+    apart = school.drafter.loss(school.lesson(fill([[document] for document in documents], 64)))
+    packed = pack(documents, 64)
+    assert len(packed) == 2
+    together = school.drafter.loss(school.lesson(packed))
+    torch.testing.assert_close(together.total, apart.total, atol=1e-3, rtol=1e-5)
+    assert together.asked.tolist() == apart.asked.tolist() != [0.0] * lessons.DEPTH
+
+
+@pytest.mark.parametrize("school", list(NUM_STEPS), indirect=True)
+def test_it_learns_ten_sequences_by_heart(
+    school: lessons.School, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lessons.everywhere(monkeypatch)
+    num_steps = NUM_STEPS[request.node.callspec.params["school"]]
+    rows = pack([lessons.text_of(text[:32]) for text in school.texts], 64)
+    trainer = school.trainer(rows, divergence=Divergence(0.0, 1.0))
+    shares = []
+    for number in range(num_steps):
+        trainer.step(number / num_steps)
+        shares.append(trainer.record.read())
+    assert shares[0]["agreement"][0] < 0.3
+    assert min(shares[-1]["agreement"]) > 0.9, shares[-1]
+    assert shares[-1]["loss"] < 0.2 * shares[0]["loss"]
+
+
+def test_rows_that_are_aligned_lose_as_much_as_guesses(
+    target_path: Callable[..., Path], tmp_path: Path, texts: Any
+) -> None:
+    """EAGLE-3 reads each of the target's rows once for all steps; one by one comes to the same."""
+    school = lessons.open_school("eagle3, few tokens", target_path("llama"), tmp_path, texts)
+    with school.llm:
+        lesson, drafter = school.lesson(pack([lessons.text_of(text) for text in texts[:3]], 96)), school.drafter
+        taught = teaching(lesson, school.llm.target, drafter.network.head, drafter.target_ids())  # type: ignore[union-attr]
+        wanted = judged(lesson, school.llm.target, taught, drafter.guesses(lesson))  # type: ignore[operator]
+        found = drafter.loss(lesson)
+    torch.testing.assert_close(found.total, wanted.total)
+    assert found.asked.tolist() == wanted.asked.tolist()
+    assert found.agreed.tolist() == wanted.agreed.tolist()
+
+
+@pytest.mark.parametrize("form", ["eagle3, few tokens", "p_eagle", "dflash", "dspark"])
+def test_speculators_format_means_the_same(
+    form: str, target_path: Callable[..., Path], tmp_path: Path, texts: Any
+) -> None:
+    """Read back through the reader of that dialect, the drafter loses as much."""
+    target, method = target_path("llama"), lessons.FORMS[form][0]
+    school = lessons.open_school(form, target, tmp_path / "original", texts)
+    rows = lessons.rows_apart(texts[:2])
+    with school.llm:
+        wanted = school.drafter.loss(school.lesson(rows)).total
+    other = in_speculators_format(read_fresh(tmp_path / "original"), method, str(target), lessons.DEPTH)
+    write_drafter(tmp_path / "other", other.config, other.tensors)
+    settings = SpeculativeConfig(model=str(tmp_path / "other"), num_speculative_tokens=lessons.DEPTH, force=True)
+    with LLM(target, settings, device="cpu") as llm:
+        assert type(llm.drafter) is type(school.drafter)
+        again = lessons.School(llm, training_copy(llm, settings), tmp_path, texts)
+        assert torch.equal(again.drafter.loss(again.lesson(rows)).total, wanted)
+    named, chosen = named_pair(tmp_path / "other", "auto")  # which says itself what it was made for
+    assert chosen is not None
+    assert (named, chosen.num_speculative_tokens) == (str(target), lessons.DEPTH)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("divergence", [Divergence(1.0, 0.0), Divergence(0.3, 0.7)])
+def test_the_fused_head_and_loss(
+    softcap: float, divergence: Divergence, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In torch, and in Triton, interpreted."""
+    monkeypatch.setattr(dispatch, "is_home", lambda x: fused)
+    monkeypatch.setattr("outrider.kernels.head_loss.CHUNK_ELEMENTS", {"cpu": 150})  # three rows at a time
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(7, 2, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    teacher, teacher_head = torch.randn(7, 6), HeadMatrix(torch.randn(50, 6), softcap)
+    wanted_loss = torch.rand(7, 2)
+    found = []
+    for function in (head_loss, head_loss_reference):
+        loss = function(hidden, HeadMatrix(weight, softcap), teacher, teacher_head, divergence)
+        gradients = torch.autograd.grad((loss.loss * wanted_loss).sum(), (hidden, weight))
+        found.append((loss.loss.detach(), loss.surprise, loss.agreed.float(), *gradients))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
