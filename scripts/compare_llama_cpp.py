@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 TEXT = "Write a short story about a fox who lives by a river, and about everybody whom it meets on its way to the sea."
-REPETITIVE = "Repeat this list of numbers three times: " + ", ".join(str(number) for number in range(100, 140)) + "."
+REPETITIVE = "The fox went down to the river and saw a fish. The fish said hello to the fox. " * 3
 MAX_LEN = 1024
 
 
