@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 TEXTS = {
-    "story": "Write a short story about a fox who lives by a river, and about everybody whom it meets on its way to the sea.",
+    "story": "Write a short story about a fox who lives by a river, and about all whom it meets on its way to the sea.",
     "repetition": "The fox went down to the river and saw a fish. The fish said hello to the fox. " * 3,
     "code": 'def quick_sort(items):\n    """Sort a list of numbers, without changing it, and return a new one."""\n',
 }
@@ -39,12 +39,9 @@ def main() -> None:
     for name, process in processes.items():
         ready = read(process)
         print(f"{name}: loaded in {ready['load_s']:.1f} s")
-    for text in (TEXT, REPETITIVE) if options.draft else (TEXT,):
+    for text in options.text:
         for batch in options.batch:
-            show(
-                f"{'repetition' if text is REPETITIVE else 'story'}, batch {batch}",
-                race(processes, text, batch, options),
-            )
+            show(f"{text}, batch {batch}", race(processes, TEXTS[text], batch, options))
     for name, process in processes.items():
         resident = ask(process, {})["resident"]
         print(f"{name}: {resident / 1e6:.0f} MB resident, {resident / file_bytes:.2f} of the file")
