@@ -50,7 +50,7 @@ class FiniteCheck:
                 if each is not None:
                     self.note(each, names)
             if packed.kind is Kind.FP8:
-                strange = ((packed.data & FP8_NAN) == FP8_NAN).any()
+                strange = ((packed.data.view(torch.uint8) & FP8_NAN) == FP8_NAN).any()
                 self._noted.append((names, packed.scale.dtype))
                 self._extremes.append(torch.where(strange, torch.nan, 0.0).expand(2))
             return
