@@ -18,8 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-TEXT = "Write a short story about a fox who lives by a river, and about everybody whom it meets on its way to the sea."
-REPETITIVE = "Repeat this list of numbers three times: " + ", ".join(str(number) for number in range(100, 140)) + "."
+TEXTS = {
+    "story": "Write a short story about a fox who lives by a river, and about all whom it meets on its way to the sea.",
+    "repetition": "The fox went down to the river and saw a fish. The fish said hello to the fox. " * 3,
+    "code": 'def quick_sort(items):\n    """Sort a list of numbers, without changing it, and return a new one."""\n',
+}
 MAX_LEN = 1024
 
 
@@ -36,12 +39,9 @@ def main() -> None:
     for name, process in processes.items():
         ready = read(process)
         print(f"{name}: loaded in {ready['load_s']:.1f} s")
-    for text in (TEXT, REPETITIVE) if options.draft else (TEXT,):
+    for text in options.text:
         for batch in options.batch:
-            show(
-                f"{'repetition' if text is REPETITIVE else 'story'}, batch {batch}",
-                race(processes, text, batch, options),
-            )
+            show(f"{text}, batch {batch}", race(processes, TEXTS[text], batch, options))
     for name, process in processes.items():
         resident = ask(process, {})["resident"]
         print(f"{name}: {resident / 1e6:.0f} MB resident, {resident / file_bytes:.2f} of the file")
@@ -52,6 +52,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a .gguf file")
     parser.add_argument("--batch", type=int, action="append", help="answers at once; may be given several times")
+    parser.add_argument("--text", choices=TEXTS, action="append", help="what is gone on with; several times, too")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
@@ -61,7 +62,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--with-draft", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.batch = options.batch or [1]
+    options.batch, options.text = options.batch or [1], options.text or ["story"]
     return options
 
 

@@ -11,7 +11,7 @@ import torch
 
 from outrider import LLM, SamplingParams
 from outrider.engine import host_memory
-from outrider.engine.host_memory import give_back, use_large_pages, zeros
+from outrider.engine.host_memory import Arena, give_back, use_large_pages, zeros
 
 CPU = torch.device("cpu")
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -82,3 +82,15 @@ def test_pages_of_a_file_are_given_back(tmp_path: Path) -> None:
     assert held >= 2**24
     assert resident() - before < 2**20
     assert zlib.crc32(memory) == whole
+
+
+def test_an_arena_gives_zeros_that_do_not_overlap() -> None:
+    arena = Arena(chunk_bytes=1 << 16)
+    sizes = [(3, 5), (1, 64), (7, 9000), (1, 1), (100, 2000), (2, 2)]  # some larger than what is left, or than all
+    taken = [arena.take(*size) for size in sizes]
+    assert all(not each.any() and each.data_ptr() % 64 == 0 for each in taken)
+    for number, each in enumerate(taken, start=1):
+        each.fill_(number)
+    assert [(tuple(each.shape), set(each.unique().tolist())) for each in taken] == [
+        (size, {number}) for number, size in enumerate(sizes, start=1)
+    ]

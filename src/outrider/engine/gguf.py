@@ -21,6 +21,7 @@ from outrider.engine.gguf_weights import (
     read_tensor,
     read_tiles,
 )
+from outrider.engine.host_memory import Arena
 from outrider.kernels.packed import TILE_ROWS, Blocks, Tiles
 
 
@@ -29,6 +30,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._arena = Arena()  # of matrices that stay quantised
         with self.path.open("rb") as file:
             if self.path.stat().st_size == 0:
                 raise ValueError(f"{self.path} is empty; download the file again")
@@ -77,11 +79,11 @@ class GgufCheckpoint:
 
     def blocks(self, name: str) -> Blocks:
         """A quantised matrix as it is stored, with the rows in the order of the model's own checkpoint."""
-        return read_blocks(self._memory, self._entry(name), self._checked_rope_heads(name))
+        return read_blocks(self._memory, self._entry(name), self._checked_rope_heads(name), self._arena)
 
     def tiles(self, name: str) -> Tiles:
         """The same, laid out for dot products in whole numbers."""
-        return read_tiles(self._memory, self._entry(name), self._checked_rope_heads(name))
+        return read_tiles(self._memory, self._entry(name), self._checked_rope_heads(name), self._arena)
 
     def held_bytes(self, *, tiled: bool) -> int:
         """What the tensors take in memory where quantised matrices stay as they are, or are tiled. Others are float32,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from outrider.engine.gguf_file import TensorEntry
-from outrider.engine.host_memory import give_back, use_large_pages
+from outrider.engine.host_memory import Arena, give_back
 from outrider.kernels import native
-from outrider.kernels.native_tiles import empty_tiles, write_tiles
-from outrider.kernels.packed import Blocks, Tiles
+from outrider.kernels.native_tiles import write_tiles
+from outrider.kernels.packed import TILE_ROWS, Blocks, Tiles
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CHUNK = (
@@ -65,20 +65,19 @@ def read_into(memory: mmap.mmap, entry: TensorEntry, out: Tensor, num_heads: int
                 part.copy_(expanded)
 
 
-def read_blocks(memory: mmap.mmap, entry: TensorEntry, num_heads: int = 0) -> Blocks:
+def read_blocks(memory: mmap.mmap, entry: TensorEntry, num_heads: int, arena: Arena) -> Blocks:
     """A copy of a quantised matrix as it is stored, but for the order of rows."""
-    data = torch.empty(entry.shape[0], entry.row_bytes, dtype=torch.uint8, device="cpu")
-    use_large_pages(data)
+    data = arena.take(entry.shape[0], entry.row_bytes)
     for part, stored in _stretches(memory, entry, data, whole=num_heads > 0):
         part.copy_(in_halves(stored, num_heads))
     return Blocks(data, entry.type_number, entry.shape[1])
 
 
-def read_tiles(memory: mmap.mmap, entry: TensorEntry, num_heads: int = 0) -> Tiles:
+def read_tiles(memory: mmap.mmap, entry: TensorEntry, num_heads: int, arena: Arena) -> Tiles:
     """The same, laid out for dot products in whole numbers."""
     num_rows, row_len = entry.shape
-    tiles = empty_tiles(entry.type_number, num_rows, row_len)
-    use_large_pages(tiles.data)
+    data = arena.take(-(-num_rows // TILE_ROWS), Tiles.tile_bytes(entry.type_number, row_len))
+    tiles = Tiles(data, entry.type_number, row_len, num_rows)
     first = 0
     for part, stored in _stretches(memory, entry, torch.empty(num_rows, 0), whole=num_heads > 0):
         write_tiles(tiles, Blocks(stored, entry.type_number, row_len), first, num_heads)

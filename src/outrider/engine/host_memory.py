@@ -28,6 +28,28 @@ def zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
     return torch.frombuffer(memory, dtype=dtype).view(*size)  # which keeps the memory until it is gone itself
 
 
+class Arena:
+    """Bytes for many tensors, side by side in large pages: a few megabytes by themselves would get none, or half of
+    them. All are zero."""
+
+    def __init__(self, chunk_bytes: int = 128 * 2**20) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._chunk = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._taken = 0
+
+    def take(self, num_rows: int, row_bytes: int) -> Tensor:
+        """[num_rows, row_bytes] uint8, at a multiple of 64 bytes."""
+        num_bytes = num_rows * row_bytes
+        if self._taken + num_bytes > len(self._chunk):
+            size = max(self._chunk_bytes, num_bytes)
+            memory = zeros((size + LARGE_PAGE,), torch.uint8, torch.device("cpu"))
+            self._chunk, self._taken = memory[-memory.data_ptr() % LARGE_PAGE :][:size], 0
+            use_large_pages(self._chunk)
+        found = self._chunk[self._taken : self._taken + num_bytes].view(num_rows, row_bytes)
+        self._taken += -(-num_bytes // 64) * 64
+        return found
+
+
 def use_large_pages(tensor: Tensor) -> None:
     """Asks for large pages under a tensor that was not written yet: it is then filled, and later read, much faster.
     They are a matter of speed alone: where there are none, nothing happens."""

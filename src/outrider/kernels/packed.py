@@ -22,7 +22,7 @@ TILE_UNITS = {
     8: (32, 544, slice(512, 544)),  # Q8_0
     12: (256, 2368, slice(2048, 2112)),  # Q4_K
     13: (256, 2880, slice(2560, 2624)),  # Q5_K
-    14: (256, 3360, slice(3072, 3104)),  # Q6_K
+    14: (256, 3392, slice(3072, 3104)),  # Q6_K
 }
 PROBE_ROWS = 16  # enough to see that a matrix has no such form, as most of the time
 CHUNK_ROWS = 4096

@@ -17,6 +17,13 @@ enum { MOVED_UP = 128 };
 enum { MOVED_UP = 0 };
 #endif
 
+/* Hold a loaded vector in its register: left alone, compilers load it again for every instruction that takes it. */
+#if defined(__AVX512F__)
+#define KEEP(v) __asm__("" : "+v"(v))
+#else
+#define KEEP(v) (void)0
+#endif
+
 INLINE bytes64 load64(const uint8_t *from) { return *(const loose_bytes64 *)from; }
 INLINE ints16 spread_int(int32_t value) { return value - (ints16){0}; }
 INLINE floats16 spread_float(float value) { return value - (floats16){0}; }
@@ -109,18 +116,26 @@ INLINE ints16 dot_twos(ints16 sums, const uint8_t *bytes, const int16_t *x) {
 /* The 32 numbers of sixteen rows: chunk i holds numbers 4 i ... of each. Above the low four bits, bit i of a plane's bytes is
  * chunk i's; or two bits, of four chunks. Shifts of pairs of bytes do, as what crosses over is masked out. */
 INLINE void levels_of(const uint8_t *planes, tile_format format, bytes64 *levels) {
+    bytes64 low[4], high[2];
+    UNROLL for (int i = 0; format.low_bits == 4 && i < 4; i++) {
+        low[i] = load64(planes + i * 64);
+        KEEP(low[i]);
+    }
+    UNROLL for (int i = 0; i < format.high_bits; i++) {
+        high[i] = load64(planes + 256 + i * 64);
+        KEEP(high[i]);
+    }
     UNROLL for (int i = 0; i < 8; i++) {
         if (format.low_bits == 8) {
             levels[i] = load64(planes + i * 64) ^ (uint8_t)MOVED_UP;
             continue;
         }
-        bytes64 both = load64(planes + i / 2 * 64);
-        levels[i] = (i % 2 ? (bytes64)((words32)both >> 4) : both) & 15;
+        levels[i] = (i % 2 ? (bytes64)((words32)low[i / 2] >> 4) : low[i / 2]) & 15;
         if (format.high_bits == 0) continue;
         int chunks = 8 / format.high_bits, place = i % chunks * format.high_bits;
-        words32 high = (words32)load64(planes + 256 + i / chunks * 64);
-        high = place <= 4 ? high << (4 - place) : high >> (place - 4);
-        levels[i] |= (bytes64)high & (uint8_t)(format.high_bits == 1 ? 16 : 48);
+        words32 above = (words32)high[i / chunks];
+        above = place <= 4 ? above << (4 - place) : above >> (place - 4);
+        levels[i] |= (bytes64)above & (uint8_t)(format.high_bits == 1 ? 16 : 48);
     }
 }
 
@@ -208,7 +223,7 @@ INLINE void dot_tile_rows(const uint8_t *tile, long type, const rounded_rows *x,
                 out[r] = fma16(offset, spread_float(sums[r * num_steps + unit]), out[r]);
             continue;
         }
-        const uint8_t *units = tile + 8 * plane_bytes(format), *inner = units + (format.has_offset ? 64 : 32);
+        const uint8_t *units = tile + 8 * plane_bytes(format), *inner = tile + inner_scales(format);
         ints16 totals[TILE_PASS];
         for (long r = 0; r < rows; r++) totals[r] = (ints16){0};
         for (long step = 0; step < 8; step++) {

@@ -4,7 +4,8 @@
  *
  * A tile is a list of units along k. Of 32 numbers a row: planes of 64 bytes (see levels_of), then the half-precision scales
  * of its sixteen rows, then their offsets. Of 256, for Q4_K, Q5_K and Q6_K: eight times the planes of 32, then half-precision
- * units of scales and of offsets, then the scales, a byte each, then the offsets, a byte each and in pairs. */
+ * units of scales and of offsets (or nothing in their place), then the scales, a byte each, then the offsets, a byte each and
+ * in pairs. */
 
 enum { TILE_ROWS = 16, STEP = 32 };
 
@@ -26,8 +27,11 @@ INLINE long unit_len(tile_format format) { return format.is_nested ? 256 : STEP;
 
 INLINE long unit_bytes(tile_format format) {
     if (!format.is_nested) return plane_bytes(format) + (format.has_offset ? 64 : 32);
-    return 8 * plane_bytes(format) + (format.has_offset ? 64 + 256 : 32 + 256);
+    return 8 * plane_bytes(format) + 64 + 256;
 }
+
+/* Where the whole scales of a unit of 256 begin: behind the half-precision ones, at a multiple of 64 bytes. */
+INLINE long inner_scales(tile_format format) { return 8 * plane_bytes(format) + 64; }
 
 /* ---- from the file's blocks ---- */
 
@@ -97,12 +101,9 @@ static void store_unit(const opened_block *block, tile_format format, long row, 
     for (int step = 0; step < num_steps; step++, to += plane_bytes(format))
         store_levels(block->levels + step * STEP, format, row, to);
     memcpy(to + row * 2, block->unit, 2);
-    to += 32;
-    if (format.has_offset) {
-        memcpy(to + row * 2, block->offset_unit, 2);
-        to += 32;
-    }
+    if (format.has_offset) memcpy(to + 32 + row * 2, block->offset_unit, 2);
     if (!format.is_nested) return;
+    to += 64;
     for (int i = 0; i < (format.has_offset ? 8 : 16); i++) to[i * 16 + row] = block->scales[i];
     for (int i = 0; format.has_offset && i < 8; i++) to[128 + i / 2 * 32 + row * 2 + i % 2] = block->offsets[i];
 }
@@ -163,7 +164,7 @@ static void untile_row(const uint8_t *tile, long type, long row, long row_len, f
             untile_step(tile, format, row, unit, offset_unit, 0, STEP, to + k);
             continue;
         }
-        scales += format.has_offset ? 64 : 32;
+        scales = tile + inner_scales(format);
         for (long step = 0; step < 8; step++) {
             const uint8_t *planes = tile + step * plane_bytes(format);
             float *out = to + k + step * STEP;
