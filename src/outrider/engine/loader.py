@@ -54,6 +54,7 @@ def build_drafter(settings: SpeculativeConfig, target: Target, checkpoint: Check
     method = resolve_method(settings, checkpoint)
     if settings.parallel_drafting and not drafters[method].drafts_in_parallel:
         raise ValueError(f"method {method} has no use for parallel_drafting: remove it")
+    settings.refuse_unknown(drafters[method].own_settings)
     return drafters[method].build(settings, target, checkpoint)
 
 
