@@ -49,13 +49,18 @@ class SpeculativeConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculativeConfig:
         known = {item.name for item in fields(cls)} - {"more"}
+        values = dict(values)
+        pairs = values.pop("more", ())  # where asdict() has made the values
+        if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) for pair in pairs):
+            _refuse_unknown(["more"], known)
+        values |= dict(pairs)
         foreign = values.keys() & set(SPECULATIVE.names()) - known
         SPECULATIVE.settle({name: values[name] for name in sorted(foreign)}, "speculative_config")
         values = {name: value for name, value in values.items() if name not in foreign}
         more = {name: values[name] for name in sorted(set(values) - known)}
         if more and not {"method", "model"} & set(values):  # there is nobody who could know them
             _refuse_unknown(more, known)
-        values = {**{name: value for name, value in values.items() if name not in more}, "more": tuple(more.items())}
+        values = {name: value for name, value in values.items() if name in known} | {"more": tuple(more.items())}
         for name in ("method", "model"):
             if not isinstance(values.get(name), str | Path | None):
                 raise ValueError(f"speculative_config: {name} must be a name or a path, not {values[name]!r}")

@@ -349,15 +349,24 @@ def dspark_dialects(tensors: dict[str, torch.Tensor]) -> dict[str, Stored]:
     }
 
 
-@pytest.mark.parametrize("family", ["dflash", "dspark"])
+def dflash2_dialects(tensors: dict[str, torch.Tensor]) -> dict[str, Stored]:
+    """As published, and as z-lab's class saves itself."""
+    config = tiny_dflash.dflash_config(**nested(**tiny_dflash.DFLASH2), is_causal=False)
+    saved = {f"{name}.weight" if name.endswith("codebook") else name: tensor for name, tensor in tensors.items()}
+    return {"published": (tensors, config), "saved": (saved, config)}
+
+
+DIALECTS = {
+    "dflash": lambda: dialects(tiny_dflash.dflash_tensors()),
+    "dspark": lambda: dspark_dialects(tiny_dflash.dflash_tensors(rank=12)),
+    "dflash2": lambda: dflash2_dialects(tiny_dflash.dflash_tensors(conv=True, selector=True)),
+}
+
+
+@pytest.mark.parametrize("family", DIALECTS)
 def test_every_dialect_is_the_same_drafter(family: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
-    all_of = (
-        dialects(tiny_dflash.dflash_tensors())
-        if family == "dflash"
-        else dspark_dialects(tiny_dflash.dflash_tensors(rank=12))
-    )
     traces = {}
-    for name, (stored, config) in all_of.items():
+    for name, (stored, config) in DIALECTS[family]().items():
         directory = tmp_path / name
         directory.mkdir()
         save_file({key: tensor.contiguous() for key, tensor in stored.items()}, directory / "model.safetensors")

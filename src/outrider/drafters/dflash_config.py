@@ -135,12 +135,7 @@ def _taps(reader: FamilyReader, target: Target, num_layers: int, chosen: tuple[i
     if chosen is not None:
         readings = {"speculative_config taps": list(chosen)}
     if not readings:
-        spread = [number / max(num_layers - 1, 1) for number in range(num_layers)]
-        ids = (
-            [round(1 + (target.num_layers - 4) * part) for part in spread]
-            if num_layers > 1
-            else [target.num_layers // 2]
-        )
+        ids = _spread(target.num_layers, num_layers)
         readings = {"default, evenly spread outputs (+1)": [number + 1 for number in ids]}
     said = "; ".join(f"{source}: {taps}" for source, taps in readings.items())
     if len({tuple(taps) for taps in readings.values()}) > 1:

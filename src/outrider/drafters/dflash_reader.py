@@ -19,6 +19,7 @@ _ALIASES = {
     "encoder.output_norm_enc.": "hidden_norm.",
     "final_norm.": "norm.",
     "self_attn.attention_sink_bias": "self_attn.sinks",
+    "_codebook.weight": "_codebook",  # as z-lab's class saves them; its published files have them without
 }
 
 
