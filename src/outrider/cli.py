@@ -1,4 +1,4 @@
-"""The outrider command: generate, chat, serve, certify, doctor, bench, matrix, version.
+"""The outrider command: generate, chat, serve, certify, doctor, bench, list, pull, matrix, version.
 A ValueError is the user's to mend and becomes one line on standard error with exit status 2; --debug shows it all.
 Whatever needs torch is imported when a command runs: help and version answer at once."""
 
@@ -29,6 +29,7 @@ from outrider.console import (
     show_error,
     show_matrix,
     show_memory,
+    show_models,
     show_note,
 )
 from outrider.doctor.command import doctor_command
@@ -75,7 +76,6 @@ app = typer.Typer(
     cls=Commands,
     help=ABOUT,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -113,6 +113,11 @@ ImageFiles = Annotated[
     typer.Option("--image", "-i", metavar="FILE", help="An image; again for more.", exists=True, dir_okay=False),
 ]
 ComparePlain = Annotated[bool, option(OUTPUT, "--compare", help=_COMPARE_HELP)]
+DownloadDir = Annotated[
+    Path | None, typer.Option("--download-dir", metavar="DIRECTORY", help="Instead of the hub's usual cache.")
+]
+Revision = Annotated[str | None, typer.Option("--revision", metavar="NAME", help="A branch, a tag or a commit.")]
+HubName = Annotated[str, typer.Argument(help="A hub id like org/name.", metavar="NAME")]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="What the model is told first.")]
 
 
@@ -333,6 +338,38 @@ def matrix(as_json: AsJson = False, no_color: NoColor = False) -> None:
         show_matrix(open_consoles(no_color=no_color).out, cells)
 
 
+def list_models(download_dir: DownloadDir = None, as_json: AsJson = False, no_color: NoColor = False) -> None:
+    """List the models on this machine, targets and drafters.
+
+    \b
+    Examples:
+      outrider list
+      outrider list --json | jq '.[] | select(.kind == "drafter").name'
+    """
+    with importing():
+        from outrider.local_models import as_json as models_json
+        from outrider.local_models import local_models
+    models = local_models(download_dir)
+    if as_json:
+        typer.echo(json.dumps(models_json(models)))
+    else:
+        show_models(open_consoles(no_color=no_color).out, models)
+
+
+def pull(name: HubName, revision: Revision = None, download_dir: DownloadDir = None) -> None:
+    """Fetch a model from the hub, and say where it is.
+
+    \b
+    Examples:
+      outrider pull org/name
+      outrider pull org/name-eagle3 --revision main
+    """
+    with importing():
+        from outrider.hub import Hub, located
+    place = None if download_dir is None else str(download_dir)
+    typer.echo(located(name, Hub(revision=revision, download_dir=place)))
+
+
 def version() -> None:
     """Print the version.
 
@@ -365,6 +402,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve_command,
     "certify": certify_command,
     "doctor": doctor_command,
+    "list": list_models,
+    "pull": pull,
     "matrix": matrix,
     "version": version,
 }
