@@ -41,8 +41,9 @@ from outrider.startup import importing
 
 if TYPE_CHECKING:
     from outrider.config import EngineConfig
-    from outrider.llm import LLM, Prompt
+    from outrider.llm import LLM
     from outrider.measure import Comparison, Question, Run
+    from outrider.prompts import Prompt
 
 EXIT_DIFFERENT, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 ABOUT = """LLM inference with a drafter that rides ahead. What comes out is what the target alone would have said.

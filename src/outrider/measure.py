@@ -14,8 +14,9 @@ from typing import Any, cast
 
 from outrider.drafters.base import Drafter, drafters
 from outrider.drafters.suffix import Suffix
-from outrider.llm import LLM, Prompt
+from outrider.llm import LLM
 from outrider.outputs import CompletionOutput, RequestOutput
+from outrider.prompts import Prompt
 from outrider.sampling_params import SamplingParams
 
 NUM_TIMED_RUNS = 3  # of each side of a comparison
