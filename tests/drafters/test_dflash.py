@@ -270,9 +270,8 @@ def test_confidence_shortens_drafts(target_path: Callable[..., Path], tmp_path: 
     path, drafter = make(tmp_path, "dspark")
     weights = tiny.reference("llama")
     embed, lm_head = weights.model.embed_tokens.weight.detach(), weights.lm_head.weight.detach()
-    with LLM(target_path("llama"), settings(path), **SMALL) as llm:
+    with LLM(target_path("llama"), {**settings(path), "confidence_threshold": 0.1}, **SMALL) as llm:
         assert isinstance(llm.drafter, DFlash)
-        llm.drafter.least_chance = 0.1
         output = llm.generate([PROMPTS[0]], PARAMS)[0].outputs[0]
     assert PROMPTS[0] + output.token_ids == truth[0][: len(PROMPTS[0]) + 48]
     streams, length, counts = target_streams(truth[0], TAPS), len(PROMPTS[0]) + 1, set()
@@ -284,6 +283,8 @@ def test_confidence_shortens_drafts(target_path: Callable[..., Path], tmp_path: 
         counts.add(count)
         length += entry["accepted"] + 1
     assert len(counts) > 1
+    with pytest.raises(ValueError, match="confidence_threshold must be from 0 to 1, not 2"):
+        LLM(target_path("llama"), {**settings(path), "confidence_threshold": 2.0}, **SMALL)
 
 
 # dialects

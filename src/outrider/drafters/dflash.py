@@ -102,7 +102,8 @@ class DFlash(Drafter):
     num_carried = 0  # an entry depends on its own row alone
     # Draft tokens whose estimated chance of being reached and accepted is smaller are not put to the test, where the
     # checkpoint has a confidence head. 0: all are.
-    least_chance: float = 0.0
+    own_settings: Mapping[str, Any] = {"confidence_threshold": 0.0}
+    confidence_threshold = 0.0
 
     def __init__(self, config: DFlashConfig, target: Target, lookahead: int) -> None:
         super().__init__()
@@ -123,7 +124,11 @@ class DFlash(Drafter):
                 f"num_speculative_tokens is {lookahead}, but the drafter was trained with blocks of "
                 f"{config.block_size}: ask for at most {config.block_size} (block_size)"
             )
-        return cls(config, target, lookahead)
+        drafter = cls(config, target, lookahead)
+        drafter.confidence_threshold = settings.own(cls.own_settings)["confidence_threshold"]
+        if not 0 <= drafter.confidence_threshold <= 1:
+            raise ValueError(f"confidence_threshold must be from 0 to 1, not {drafter.confidence_threshold}")
+        return drafter
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> int:
@@ -198,12 +203,12 @@ class DFlash(Drafter):
     def _limit(self, step: Step, rows: Tensor, draft: Draft) -> Draft:
         """Leaves out what is not worth a test."""
         confidence, markov = self.network.confidence, self.network.markov
-        if confidence is None or not self.least_chance:
+        if confidence is None or not self.confidence_threshold:
             return draft
         before = torch.cat([self._newest(step)[:, None], draft.tokens[:, : step.depth - 1]], dim=1)
         latent = markov.embed(before.flatten()) if markov is not None else None
         chance = confidence(rows.flatten(0, 1), latent).view(before.shape).cumprod(dim=1)
-        return Draft(draft.tokens, torch.minimum(draft.count, (chance >= self.least_chance).sum(dim=1)))
+        return Draft(draft.tokens, torch.minimum(draft.count, (chance >= self.confidence_threshold).sum(dim=1)))
 
     @property
     def embed(self) -> Embedding:
