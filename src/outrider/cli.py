@@ -212,7 +212,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def load(config: EngineConfig, consoles: Consoles) -> LLM:
-    """With a bar while weights are read."""
+    """Loads an LLM, with a progress bar while weights are read."""
     from outrider.llm import LLM
 
     with loading(consoles.about) as progress:

@@ -162,7 +162,7 @@ class EngineOptions:
         return values
 
     def _adjusted(self, speculative: SpeculativeConfig | None) -> SpeculativeConfig | None:
-        """With what other options say about the drafter."""
+        """speculative_config with what other options say about the drafter."""
         changes = {
             "--num-speculative-tokens": ("num_speculative_tokens", self.num_speculative_tokens),
             "--force": ("force", True if self.force else None),

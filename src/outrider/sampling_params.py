@@ -86,7 +86,7 @@ class StructuredOutputsParams:
         self.guided()
 
     def guided(self) -> Guided:
-        """The same in our names, checked."""
+        """What is asked for as a Guided, checked."""
         return Guided(
             json_schema=self.json,
             json_object=bool(self.json_object),

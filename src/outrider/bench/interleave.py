@@ -20,7 +20,7 @@ PROBE_WIDTH = 8192
 
 @dataclass(frozen=True)
 class Spread:
-    """Of a number measured several times."""
+    """The median, the extremes and all values of a number that was measured several times."""
 
     values: tuple[float, ...]
 

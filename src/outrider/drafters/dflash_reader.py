@@ -82,7 +82,7 @@ def layer_kinds(reader: FamilyReader, num_layers: int) -> list[str]:
 
 
 def read_attention(reader: FamilyReader, num_layers: int) -> tuple[AttentionShape, ...]:
-    """Of every layer, but for its mask."""
+    """The attention of every layer, but for its mask."""
     layer = reader.layer
     hidden_size, num_heads = require(layer, "hidden_size", "num_attention_heads")
     shape = AttentionShape(

@@ -328,7 +328,7 @@ class Engine:
 
     @property
     def recording_seconds(self) -> dict[str, float]:
-        """Of warming up."""
+        """Seconds that warming up spent on recordings, by kind."""
         return {} if self.graphs is None else {"recordings": self.graphs.record_seconds}
 
     @property

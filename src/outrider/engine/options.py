@@ -87,7 +87,7 @@ def is_adjusted(request: Request) -> bool:
 
 
 def _filter_column(name: str) -> Column:
-    """Of a filter that somebody has registered."""
+    """The column of a sampling filter that somebody has registered."""
     off = filters[name].off
     return Column(name, torch.float32, lambda request, _: (request.params.extra_args or {}).get(name, off))
 
@@ -174,7 +174,7 @@ class Options:
         return wider
 
     def sampling(self, requests: Sequence[Request]) -> Sampling:
-        """As a round of these requests reads the table."""
+        """The table as a round of these requests reads it."""
         flags, params = Flags.of(requests), [request.params for request in requests]
         table = replace(self.recorded(flags), greedy=all(map(is_greedy, params)))
         if not flags.adjusted:
