@@ -9,10 +9,9 @@ from typing import Any
 
 import outrider.drafters
 import outrider.models  # noqa: F401  (both register what they have)
-from outrider.drafters.base import drafters
+from outrider.drafters.base import Sureness, recognised
 from outrider.models.base import targets
 from outrider.pair import DEFAULT_DIRECTORY
-from outrider.preflight import CERTAINTY
 
 TARGET, DRAFTER, OTHER = "target", "drafter", "not supported"
 
@@ -65,9 +64,8 @@ def _kind_of(directory: Path, files: list[Path]) -> tuple[str, str]:
         return (TARGET, ", ".join(ggufs)) if ggufs else (OTHER, "no config.json")
     if not isinstance(config, dict):
         return OTHER, "config.json is no object"
-    sureness = {method: drafters[method].recognises(config) for method in drafters}
-    method = max(sureness, key=lambda each: sureness[each])
-    if sureness[method] >= CERTAINTY:
+    method, sureness = recognised(config)
+    if sureness >= Sureness.BY_KEYS:
         return DRAFTER, method
     named = config.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else "no architecture"

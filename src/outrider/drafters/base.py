@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ from outrider.registry import Registry
 from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Recurrence, Resolved, Step, Verdict, Weight
 
 drafters: Registry[type[Drafter]] = Registry("speculative method", "outrider.drafters")
+
+
+class Sureness(IntEnum):
+    """How surely a checkpoint is one of a method's, by its config.json. The method with the greatest is meant."""
+
+    NO = 0
+    PERHAPS = 1  # a whole model, which may as well be a target
+    BY_KEYS = 2  # it has keys that only such drafters have
+    BY_NAME = 3  # it is named
+    IN_PARTICULAR = 4  # it is named, and of a special kind
 
 
 class Drafter(nn.Module):
@@ -38,9 +49,9 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> int:
-        """How surely a checkpoint with this config.json is one of this method's: 0 no, 1 perhaps, 2 yes."""
-        return 0
+    def recognises(cls, config: Mapping[str, Any]) -> Sureness:
+        """How surely a checkpoint with this config.json is one of this method's."""
+        return Sureness.NO
 
     @classmethod
     def stands_for(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:
@@ -85,6 +96,13 @@ class Drafter(nn.Module):
     def readings(self) -> list[Reading]:
         """Other ways to understand the same checkpoint, for whoever measures which of them it was trained with."""
         return []
+
+
+def recognised(config: Mapping[str, Any]) -> tuple[str, Sureness]:
+    """The method whose checkpoints look most like this config.json, and how surely it is meant."""
+    sureness = {name: drafters[name].recognises(config) for name in drafters}
+    best = max(sureness, key=lambda name: sureness[name])
+    return best, sureness[best]
 
 
 @dataclass(frozen=True)

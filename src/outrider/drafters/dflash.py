@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, Reading, block_rows, draft_chain, drafters, no_draft
+from outrider.drafters.base import Drafter, Reading, Sureness, block_rows, draft_chain, drafters, no_draft
 from outrider.drafters.dflash2 import ConvBlock, Selector
 from outrider.drafters.dflash_config import DFlashConfig, resolve
 from outrider.drafters.dflash_mask import LayerMask, remasked
@@ -131,13 +131,13 @@ class DFlash(Drafter):
         return drafter
 
     @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> int:
+    def recognises(cls, config: Mapping[str, Any]) -> Sureness:
         names = [str(name).lower() for name in config.get("architectures") or []]
         names += [str(config.get(key, "")).lower() for key in ("speculators_model_type", "model_type")]
         marks = ("dflash", "dspark", "muse_glimmer_assistant", "domino")  # the last to be refused by name
         if any(mark in name for name in names for mark in marks):
-            return 3
-        return 3 if "dflash_config" in config else 0
+            return Sureness.BY_NAME
+        return Sureness.BY_NAME if "dflash_config" in config else Sureness.NO
 
     # drafting
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Reading, drafters, extend, no_draft, shifted
+from outrider.drafters.base import Reading, Sureness, drafters, extend, no_draft, shifted
 from outrider.drafters.eagle3 import FIRST_KEY, Eagle3
 from outrider.drafters.eagle3_config import Eagle3Config, resolve
 from outrider.drafters.head import actual_names
@@ -45,15 +45,15 @@ class PEagle(Eagle3):
         return cls(_with_own_default(config), target, settings.num_speculative_tokens, mask_token)
 
     @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> int:
+    def recognises(cls, config: Mapping[str, Any]) -> Sureness:
         if _is_named(config):
-            return 4
+            return Sureness.IN_PARTICULAR
         keys = ("ptd_token_id", "pard_token", "mask_token_id")  # of EAGLE-3's dialects with one network for both
         others = ("speculators_model_type", "dflash_config")
         sureness = super().recognises(config)
         if any(key in config for key in others) or not any(config.get(key) is not None for key in keys):
-            return 0
-        return sureness + 1 if sureness else 0
+            return Sureness.NO
+        return Sureness(sureness + 1) if sureness else Sureness.NO
 
     @classmethod
     def stands_for(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:
