@@ -72,6 +72,7 @@ class LLM:
         watchdog: WatchdogConfig | bool | None = True,
         enforce_eager: bool = False,
         quantization: str | None = None,
+        cpu_activations: str = "auto",
         exact: bool = False,
         threads: int | None = None,
         progress: Progress | None = None,
@@ -106,6 +107,7 @@ class LLM:
             watchdog=(WatchdogConfig() if watchdog else None) if isinstance(watchdog, bool) else watchdog,
             enforce_eager=enforce_eager,
             quantization=quantization,
+            cpu_activations=cpu_activations,
             exact=exact,
             threads=threads,
         )

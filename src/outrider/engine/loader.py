@@ -19,7 +19,7 @@ from outrider.engine.gguf import GgufCheckpoint
 from outrider.engine.host_memory import use_large_pages
 from outrider.engine.quantised import QuantisedCheckpoint
 from outrider.kernels.dispatch import use_native, use_triton
-from outrider.kernels.packed import Packed, pack_blocks
+from outrider.kernels.packed import Packed, pack_blocks, pack_tiles
 from outrider.kernels.quantised import Kind, Quantised, joined, quantise
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import give_memory, take_memory
@@ -89,10 +89,13 @@ def load_weights(
     progress: Progress | None = None,
     kept: KeptBlocks | None = None,
     kind: Kind | None = None,
+    *,
+    tiled: bool = False,
 ) -> None:
     """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it, and so is one that holds
     what no weight can be. Where `kept` is given, quantised matrices that can be used as they are come there, and their
-    parameters stay without memory; so do others, rounded to numbers of this kind, where one is given."""
+    parameters stay without memory; so do others, rounded to numbers of this kind, where one is given. `tiled`:
+    those of a GGUF file are laid out for dot products in whole numbers."""
     weights = module.weights()
     parameters = dict(module.named_parameters())
     assert weights.keys() == parameters.keys(), weights.keys() ^ parameters.keys()
@@ -109,13 +112,15 @@ def load_weights(
     keepable = {layer.weight for layer in packable(module)}
     if not isinstance(checkpoint, GgufCheckpoint):  # rows of an embedding are looked up, not computed with
         keepable -= {layer.weight for layer in packable(module) if isinstance(layer, Embedding)}
+    multiplied = {layer.weight for layer in packable(module) if not isinstance(layer, Embedding)} if tiled else set()
     check = FiniteCheck(checkpoint)
     for done, (name, weight) in enumerate(weights.items()):
         stored = replace(weight, names=tuple(actual[source] for source in weight.names))
         parameter = parameters[name]
-        keeps = kept is not None and parameter in keepable and _keep_blocks(parameter, checkpoint, name, stored, kept)
-        if keeps:
-            assert kept is not None
+        form = None
+        if kept is not None and parameter in keepable:
+            form = _as_stored(parameter, checkpoint, name, stored, tiled=parameter in multiplied)
+        if kept is not None and _keep(parameter, form, kept):
             check.note_kept(kept[parameter], stored.names)
         else:
             _fill(parameter, checkpoint, name, stored)
@@ -128,12 +133,13 @@ def load_weights(
     check.complain()
 
 
-def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint) -> bool:
-    """Whether quantised weights can be computed with as they are: by native kernels, and if it is worth it."""
+def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint, *, small_too: bool = False) -> bool:
+    """Whether quantised weights can be computed with as they are: by native kernels, and if it is worth it (or it
+    need not be)."""
     floats = next(module.parameters())
     with torch.inference_mode():
         if isinstance(checkpoint, GgufCheckpoint):
-            return use_native(floats) and gains_from_packing(module)
+            return use_native(floats) and (small_too or gains_from_packing(module))
         return use_triton(floats)
 
 
@@ -146,21 +152,25 @@ def keeps_few_bits(checkpoint: Checkpoint, device: torch.device, kind: Kind | No
     return is_able and (kind is not None or isinstance(checkpoint, QuantisedCheckpoint))
 
 
-def _keep_blocks(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight, kept: KeptBlocks) -> bool:
-    """False where the tensors are not all quantised."""
+def _as_stored(
+    parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight, *, tiled: bool
+) -> Packed | Quantised | None:
+    """None where the tensors are not all quantised, or have no common form."""
     if weight.combine is not None:
-        return False
+        return None
     if isinstance(checkpoint, GgufCheckpoint):
         if not all(map(checkpoint.in_blocks, weight.names)):
-            return False
+            return None
         _parts(parameter, checkpoint, name, weight)  # complains about shapes
-        return _keep(parameter, pack_blocks([checkpoint.blocks(source) for source in weight.names]), kept)
+        if tiled:
+            return pack_tiles([checkpoint.tiles(source) for source in weight.names])
+        return pack_blocks([checkpoint.blocks(source) for source in weight.names])
     if not isinstance(checkpoint, QuantisedCheckpoint):
-        return False
+        return None
     _parts(parameter, checkpoint, name, weight)
     parts = [checkpoint.quantised(source, parameter.device) for source in weight.names]
     found = [part for part in parts if part is not None]
-    return _keep(parameter, joined(found) if len(found) == len(parts) else None, kept)
+    return joined(found) if len(found) == len(parts) else None
 
 
 def _keep(parameter: nn.Parameter, form: Packed | Quantised | None, kept: KeptBlocks) -> bool:

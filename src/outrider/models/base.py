@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from outrider.layers.attention import SelfAttention
 from outrider.layers.embedding import Embedding, Head, embed_rows
+from outrider.layers.fused import FusedLayers
 from outrider.layers.mtp import MtpModule
 from outrider.registry import Registry
 from outrider.types import Batch, Hidden, Weight
@@ -58,6 +59,7 @@ class Target(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.config = config
+        self._fused = FusedLayers()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -89,11 +91,8 @@ class Target(nn.Module):
         where to put the taps [T, n, H]."""
         x = embed_rows(self.embed, batch)
         self.prepare(x, batch)
-        streams = {0: x} if 0 in taps else {}
-        for number, layer in enumerate(self.layers, start=1):
-            x = layer(x, batch)  # a new tensor every time: a tap is never written to again
-            if number in taps:
-                streams[number] = x
+        streams = self._fused(self.layers, x, batch, taps)
+        x = streams[len(self.layers)]
         if not taps:
             return Hidden(last=x, taps=x.new_empty(len(x), 0, x.shape[-1]))
         return Hidden(last=x, taps=torch.stack([streams[tap] for tap in taps], dim=1, out=out))
