@@ -10,12 +10,12 @@ from outrider.drafters.dflash2 import ConvShape, SelectorShape, read_conv, read_
 from outrider.drafters.dflash_mask import LayerMask
 from outrider.drafters.dflash_reader import FamilyReader, canonical_name, read_attention, read_masks, read_ropes
 from outrider.drafters.dspark import CorrectionShape, read_correction
+from outrider.drafters.parallel import MASK_TOKEN_KEYS
 from outrider.kernels.activation import GATED
 from outrider.layers.attention import AttentionShape
 from outrider.models.base import Target, require
 from outrider.types import Checkpoint, Resolved
 
-_MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _OUTPUT_IDS = ("target_layer_ids", "dspark_target_layer_ids", "layer_ids")
 _TAP_IDS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 _NAMING_KEYS = ("projector_type", "speculators_model_type", "model_type")
@@ -169,9 +169,11 @@ def _mask_token(reader: FamilyReader, checkpoint: Checkpoint) -> int:
             f"{checkpoint.path} has its mask's embedding in mask_embedding.pt, a pickle, which may run code when it is "
             "read: convert it to a safetensors file with one tensor named mask_embedding, and delete it"
         )
-    token = reader.one(*_MASK_KEYS)
+    token = reader.one(*MASK_TOKEN_KEYS)
     if not isinstance(token, int) or isinstance(token, bool):
-        raise ValueError(f"config.json must give the mask token's id as one of {', '.join(_MASK_KEYS)}, not {token!r}")
+        raise ValueError(
+            f"config.json must give the mask token's id as one of {', '.join(MASK_TOKEN_KEYS)}, not {token!r}"
+        )
     return token
 
 

@@ -15,7 +15,14 @@ from outrider.drafters.base import Reading, Sureness, drafters, extend, no_draft
 from outrider.drafters.eagle3 import FIRST_KEY, Eagle3
 from outrider.drafters.eagle3_config import Eagle3Config, resolve
 from outrider.drafters.head import actual_names
-from outrider.drafters.parallel import draft_at_once, draft_rows, mask_rows, num_masked, resolve_mask_token
+from outrider.drafters.parallel import (
+    MASK_TOKEN_KEYS,
+    draft_at_once,
+    draft_rows,
+    mask_rows,
+    num_masked,
+    resolve_mask_token,
+)
 from outrider.models.base import Target
 from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
 
@@ -48,7 +55,7 @@ class PEagle(Eagle3):
     def recognises(cls, config: Mapping[str, Any]) -> Sureness:
         if _is_named(config):
             return Sureness.IN_PARTICULAR
-        keys = ("ptd_token_id", "pard_token", "mask_token_id")  # of EAGLE-3's dialects with one network for both
+        keys = set(MASK_TOKEN_KEYS) - {"dspark_noise_token_id"}  # of EAGLE-3's dialects with one network for both
         others = ("speculators_model_type", "dflash_config")
         sureness = super().recognises(config)
         if any(key in config for key in others) or not any(config.get(key) is not None for key in keys):
