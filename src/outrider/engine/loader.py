@@ -16,6 +16,7 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, drafters, recognised
 from outrider.engine.finite import FiniteCheck, check_kind
 from outrider.engine.gguf import GgufCheckpoint
+from outrider.engine.gguf_levels import quantised_of
 from outrider.engine.host_memory import use_large_pages
 from outrider.engine.quantised import QuantisedCheckpoint
 from outrider.kernels.dispatch import use_native, use_triton
@@ -110,7 +111,8 @@ def load_weights(
     surplus = {actual[name] for name in present - used if not module.ignores(name)}
     _complain(checkpoint, "has, but nothing uses,", surplus, "the config.json does not describe these weights")
     keepable = {layer.weight for layer in packable(module)}
-    if not isinstance(checkpoint, GgufCheckpoint):  # rows of an embedding are looked up, not computed with
+    if _is_for_gpu(next(module.parameters())) or not isinstance(checkpoint, GgufCheckpoint):
+        # rows of an embedding are looked up, not computed with
         keepable -= {layer.weight for layer in packable(module) if isinstance(layer, Embedding)}
     multiplied = {layer.weight for layer in packable(module) if not isinstance(layer, Embedding)} if tiled else set()
     check = FiniteCheck(checkpoint)
@@ -134,22 +136,26 @@ def load_weights(
 
 
 def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint, *, small_too: bool = False) -> bool:
-    """Whether quantised weights can be computed with as they are: by native kernels, and if it is worth it (or it
-    need not be)."""
+    """Whether quantised weights can be computed with as they are: on a GPU, or by native kernels, and if it is worth it
+    there (or it need not be)."""
     floats = next(module.parameters())
+    if _is_for_gpu(floats) or not isinstance(checkpoint, GgufCheckpoint):
+        return _is_for_gpu(floats)
     with torch.inference_mode():
-        if isinstance(checkpoint, GgufCheckpoint):
-            return use_native(floats) and (small_too or gains_from_packing(module))
+        return use_native(floats) and (small_too or gains_from_packing(module))
+
+
+def _is_for_gpu(floats: Tensor) -> bool:
+    with torch.inference_mode():
         return use_triton(floats)
 
 
 def keeps_few_bits(checkpoint: Checkpoint, device: torch.device, kind: Kind | None) -> bool:
     """Whether matrices of this checkpoint stay in few bits on a GPU."""
-    with torch.inference_mode():
-        is_able = use_triton(torch.empty(0, device=device))
+    is_able = _is_for_gpu(torch.empty(0, device=device))
     if kind is not None and not is_able:
         raise ValueError(f"quantization {kind.value} is for GPUs, with Triton: leave it out, or use a quantised file")
-    return is_able and (kind is not None or isinstance(checkpoint, QuantisedCheckpoint))
+    return is_able and (kind is not None or isinstance(checkpoint, QuantisedCheckpoint | GgufCheckpoint))
 
 
 def _as_stored(
@@ -162,6 +168,8 @@ def _as_stored(
         if not all(map(checkpoint.in_blocks, weight.names)):
             return None
         _parts(parameter, checkpoint, name, weight)  # complains about shapes
+        if _is_for_gpu(parameter):
+            return quantised_of([checkpoint.blocks(source) for source in weight.names], parameter.device)
         if tiled:
             return pack_tiles([checkpoint.tiles(source) for source in weight.names])
         return pack_blocks([checkpoint.blocks(source) for source in weight.names])
