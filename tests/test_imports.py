@@ -24,7 +24,7 @@ LAYERS = [
     {"llm_arguments"},
     {"llm", "matrix", "local_models", "options"},
     {"console", "conversation", "measure"},
-    {"certify", "bench", "doctor", "server"},
+    {"certify", "bench", "doctor", "server", "inventory"},
     {"async_llm"},
     {"cli"},
     {"__main__", "__init__"},

@@ -27,13 +27,12 @@ from outrider.console import (
     show_card,
     show_comparison,
     show_error,
-    show_matrix,
     show_memory,
-    show_models,
     show_note,
 )
 from outrider.doctor.command import doctor_command
-from outrider.options import OUTPUT, SAMPLING, AsJson, ChatTemplate, EngineOptions, ModelArgument
+from outrider.inventory import list_models, matrix, pull
+from outrider.options import OUTPUT, SAMPLING, AsJson, ChatTemplate, EngineOptions, ModelArgument, NoColor, remember
 from outrider.sampling_params import SamplingParams
 from outrider.server.command import serve_command
 from outrider.server.flags import ServeCommand
@@ -86,13 +85,6 @@ app = typer.Typer(
 # options
 
 
-def _remember(ctx: typer.Context, parameter: typer.CallbackParam, value: bool) -> bool:
-    """Kept where Commands finds it, also when it comes after the sub-command's name."""
-    if value:
-        ctx.meta[str(parameter.name)] = True
-    return value
-
-
 _SEED_HELP = "The same seed gives the same tokens, drafted or not."
 _COMPARE_HELP = "Decode plainly too: same tokens, how much faster? Status 1 if not the same."
 MaxTokens = Annotated[int, option(SAMPLING, "--max-tokens", "-n", metavar="N", help="Longest answer.")]
@@ -100,8 +92,7 @@ Temperature = Annotated[float, option(SAMPLING, "--temperature", "-t", metavar="
 Seed = Annotated[int | None, option(SAMPLING, "--seed", metavar="S", help=_SEED_HELP)]
 TopP = Annotated[float, option(SAMPLING, "--top-p", metavar="P", help="From the likeliest tokens of this mass.")]
 TopK = Annotated[int, option(SAMPLING, "--top-k", metavar="K", help="From this many tokens; 0: from all.")]
-NoColor = Annotated[bool, option(OUTPUT, "--no-color", help="Plain text, as with NO_COLOR set.", callback=_remember)]
-Debug = Annotated[bool, option(OUTPUT, "--debug", help="Show the traceback of an error.", callback=_remember)]
+Debug = Annotated[bool, option(OUTPUT, "--debug", help="Show the traceback of an error.", callback=remember)]
 PromptArgument = Annotated[
     str | None, typer.Argument(help="The prompt; - reads it from standard input.", metavar="PROMPT")
 ]
@@ -114,11 +105,6 @@ ImageFiles = Annotated[
     typer.Option("--image", "-i", metavar="FILE", help="An image; again for more.", exists=True, dir_okay=False),
 ]
 ComparePlain = Annotated[bool, option(OUTPUT, "--compare", help=_COMPARE_HELP)]
-DownloadDir = Annotated[
-    Path | None, typer.Option("--download-dir", metavar="DIRECTORY", help="Instead of the hub's usual cache.")
-]
-Revision = Annotated[str | None, typer.Option("--revision", metavar="NAME", help="A branch, a tag or a commit.")]
-HubName = Annotated[str, typer.Argument(help="A hub id like org/name.", metavar="NAME")]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="What the model is told first.")]
 
 
@@ -319,58 +305,6 @@ def chat(
 # what there is
 
 
-def matrix(as_json: AsJson = False, no_color: NoColor = False) -> None:
-    """Show which targets work with which drafters.
-
-    A target goes by the architecture in its config.json, a drafter by its method in --speculative-config.
-
-    \b
-    Examples:
-      outrider matrix
-      outrider matrix --json | jq '.matrix.Gemma3ForCausalLM'
-    """
-    with importing():
-        from outrider.matrix import as_json as matrix_json
-        from outrider.matrix import support_matrix
-    cells = support_matrix()
-    if as_json:
-        typer.echo(json.dumps(matrix_json(cells)))
-    else:
-        show_matrix(open_consoles(no_color=no_color).out, cells)
-
-
-def list_models(download_dir: DownloadDir = None, as_json: AsJson = False, no_color: NoColor = False) -> None:
-    """List the models on this machine, targets and drafters.
-
-    \b
-    Examples:
-      outrider list
-      outrider list --json | jq '.[] | select(.kind == "drafter").name'
-    """
-    with importing():
-        from outrider.local_models import as_json as models_json
-        from outrider.local_models import local_models
-    models = local_models(download_dir)
-    if as_json:
-        typer.echo(json.dumps(models_json(models)))
-    else:
-        show_models(open_consoles(no_color=no_color).out, models)
-
-
-def pull(name: HubName, revision: Revision = None, download_dir: DownloadDir = None) -> None:
-    """Fetch a model from the hub, and say where it is.
-
-    \b
-    Examples:
-      outrider pull org/name
-      outrider pull org/name-eagle3 --revision main
-    """
-    with importing():
-        from outrider.hub import Hub, located
-    place = None if download_dir is None else str(download_dir)
-    typer.echo(located(name, Hub(revision=revision, download_dir=place)))
-
-
 def version() -> None:
     """Print the version.
 
@@ -392,7 +326,7 @@ def _outrider(
     show_version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_remember)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", callback=remember)] = False,
 ) -> None:
     pass
 
