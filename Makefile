@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test lint wheel install clean
+.PHONY: demo test lint docs wheel install clean
 
 demo: .venv/installed
 	$(BIN)/outrider generate "Once upon a time there was a little dog" --max-tokens 120 --compare
@@ -18,6 +18,10 @@ lint: .venv/tested
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# into build/site; the tests build it too
+docs: .venv/tested
+	$(BIN)/python -m mkdocs build --strict
 
 # into dist/, from what is installed; tests/test_package.py looks into such a wheel
 wheel: .venv/tested

@@ -19,28 +19,35 @@ from outrider.llm import total_speculation
 PARAMS = SamplingParams(max_tokens=5, temperature=0.8, seed=4, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9, 5, 6]
 PAIRS = [
-    ("llama", "eagle3"),
-    ("gpt_oss", "oracle"),
-    ("nemotron_h", "oracle"),
-    ("deepseek_v3", "oracle"),
+    ("llama", "eagle3", 4),  # with layers, as few as have one of each kind
+    ("gpt_oss", "oracle", 2),
+    ("nemotron_h", "oracle", 6),
+    ("deepseek_v3", "oracle", 2),
 ]
 
 
 @pytest.mark.usefixtures("recording")
-@pytest.mark.parametrize(("family", "method"), PAIRS)
+@pytest.mark.parametrize(("family", "method", "num_layers"), PAIRS)
 def test_models_on_interpreted_kernels(
-    family: str, method: str, target_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    method: str,
+    num_layers: int,
+    target_path: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    path = target_path(family, num_hidden_layers=num_layers)
     options: dict[str, Any] = {"max_model_len": 48, "device": "cpu", "dtype": "float32"}
     options |= {"page_size": 4, "snapshot_interval": 4}
-    with LLM(target_path(family), None, enforce_eager=True, **options) as llm:
+    with LLM(path, None, enforce_eager=True, **options) as llm:
         plain = llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids
     Oracle.truth = [PROMPT + plain]
+    monkeypatch.setattr(Oracle, "taps", (1, 2))
     monkeypatch.setattr(dispatch.native, "library", lambda: None)
     monkeypatch.setattr(dispatch, "is_home", lambda x: True)
     monkeypatch.setattr(attention, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
     monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))  # nor for rows that only fill up
-    with LLM(target_path(family), drafter_settings(method, tmp_path, target_path, family), **options) as llm:
+    with LLM(path, drafter_settings(method, tmp_path, target_path, family), **options) as llm:
         assert llm.drafter is not None
         guide(llm.drafter, Oracle.truth, llm.target.vocab_size, skill=0.8)
         outputs = llm.generate([PROMPT], PARAMS)

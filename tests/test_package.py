@@ -44,7 +44,7 @@ def test_the_wheel_holds_every_file(wheel: Path) -> None:
         (about,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = archive.read(about).decode()
     assert held == wanted
-    assert all(f"Provides-Extra: {extra}\n" in metadata for extra in ("serve", "vision", "train", "test"))
+    assert all(f"Provides-Extra: {extra}\n" in metadata for extra in ("serve", "vision", "train", "docs", "test"))
 
 
 def test_the_wheel_says_whose_it_is(wheel: Path) -> None:

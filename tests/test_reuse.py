@@ -25,7 +25,7 @@ PAIRS += [(family, method) for family in FAMILIES if family != "nemotron_h" for 
 LENGTHS = (1072, 2000, 2144, 3000, 3500)
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, trace=True)
 SEEDED = replace(GREEDY, temperature=0.8, seed=3)
-BOTH = pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+MIXED = [GREEDY, SEEDED, GREEDY, SEEDED, GREEDY]
 LONG: dict[str, Any] = {"max_model_len": 4096, "device": "cpu"}
 SMALL: dict[str, Any] = {"max_model_len": 256, "page_size": 4, "snapshot_interval": 16, "device": "cpu"}
 Answers = list[list[int]]
@@ -76,14 +76,14 @@ def last_page_end(length: int, page_size: int = 16) -> int:
     return (length - 1) // page_size * page_size
 
 
-@BOTH
 @pairs
-def test_prompts_that_come_again(pair: Pair, params: SamplingParams) -> None:
-    """They are found as far as they can be; the same is said, and the same is drafted."""
+def test_prompts_that_come_again(pair: Pair) -> None:
+    """They are found as far as they can be; the same is said, greedy or seeded, and the same is drafted."""
     prompts = [random_text(length, length) for length in LENGTHS]
-    answers = pair.cold(prompts, params, **LONG)
+    answers = pair.cold(prompts, MIXED, **LONG)
+    asked = list(zip(prompts, MIXED, strict=True))
     with pair.open(prompts, answers, **LONG) as llm:
-        first, second = ([llm.generate([prompt], params)[0] for prompt in prompts] for _ in range(2))
+        first, second = ([llm.generate([prompt], params)[0] for prompt, params in asked] for _ in range(2))
         assert [output.num_cached_tokens for output in first] == [0] * len(LENGTHS)
         assert [output.num_cached_tokens for output in second] == [last_page_end(length) for length in LENGTHS]
         stats = llm.engine.scheduler.stats
@@ -111,18 +111,20 @@ def test_texts_that_part(pair: Pair) -> None:
 @pairs
 def test_conversations(pair: Pair) -> None:
     """The next turn begins with the answer to the last one: all but an interval of it is found, at least."""
-    said = replace(GREEDY, max_tokens=330)
-    prompt, turns = random_text(300, 2), []
+    said, interval = replace(GREEDY, max_tokens=90), 64
+    options = {**LONG, "snapshot_interval": interval}
+    prompt, turns = random_text(100, 2), []
     for number in range(3):
-        (answer,) = pair.cold([prompt], said, **LONG)
+        (answer,) = pair.cold([prompt], said, **options)
         turns.append((prompt, answer))
         prompt = [*prompt, *answer, *random_text(20, number)]
-    with pair.open(*zip(*turns, strict=True), **LONG) as llm:  # type: ignore[arg-type]
+    with pair.open(*zip(*turns, strict=True), **options) as llm:  # type: ignore[arg-type]
         outputs = [llm.generate([prompt], said)[0] for prompt, _ in turns]
     assert [output.outputs[0].token_ids for output in outputs] == [answer for _, answer in turns]
     assert outputs[0].num_cached_tokens == 0
     for (prompt, answer), output in zip(turns, outputs[1:], strict=False):
-        assert output.num_cached_tokens >= (len(prompt) + len(answer) - 1) // 256 * 256 > last_page_end(len(prompt))
+        least = (len(prompt) + len(answer) - 1) // interval * interval
+        assert output.num_cached_tokens >= least > last_page_end(len(prompt))
 
 
 @pytest.mark.parametrize("num_snapshots", [0, 1, 2, 7])

@@ -1,4 +1,4 @@
-"""The outrider command: generate, chat, serve, certify, doctor, train, bench, matrix, version.
+"""The outrider command: generate, chat, serve, certify, doctor, train, bench, list, pull, matrix, version.
 A ValueError is the user's to mend and becomes one line on standard error with exit status 2; --debug shows it all.
 Whatever needs torch is imported when a command runs: help and version answer at once."""
 
@@ -27,12 +27,12 @@ from outrider.console import (
     show_card,
     show_comparison,
     show_error,
-    show_matrix,
     show_memory,
     show_note,
 )
 from outrider.doctor.command import doctor_command
-from outrider.options import OUTPUT, SAMPLING, AsJson, ChatTemplate, EngineOptions, ModelArgument
+from outrider.inventory import list_models, matrix, pull
+from outrider.options import OUTPUT, SAMPLING, AsJson, ChatTemplate, EngineOptions, ModelArgument, NoColor, remember
 from outrider.sampling_params import SamplingParams
 from outrider.server.command import serve_command
 from outrider.server.flags import ServeCommand
@@ -41,8 +41,9 @@ from outrider.training.command import train_command
 
 if TYPE_CHECKING:
     from outrider.config import EngineConfig
-    from outrider.llm import LLM, Prompt
+    from outrider.llm import LLM
     from outrider.measure import Comparison, Question, Run
+    from outrider.prompts import Prompt
 
 EXIT_DIFFERENT, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 ABOUT = """LLM inference with a drafter that rides ahead. What comes out is what the target alone would have said.
@@ -76,7 +77,6 @@ app = typer.Typer(
     cls=Commands,
     help=ABOUT,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -86,13 +86,6 @@ app = typer.Typer(
 # options
 
 
-def _remember(ctx: typer.Context, parameter: typer.CallbackParam, value: bool) -> bool:
-    """Kept where Commands finds it, also when it comes after the sub-command's name."""
-    if value:
-        ctx.meta[str(parameter.name)] = True
-    return value
-
-
 _SEED_HELP = "The same seed gives the same tokens, drafted or not."
 _COMPARE_HELP = "Decode plainly too: same tokens, how much faster? Status 1 if not the same."
 MaxTokens = Annotated[int, option(SAMPLING, "--max-tokens", "-n", metavar="N", help="Longest answer.")]
@@ -100,8 +93,7 @@ Temperature = Annotated[float, option(SAMPLING, "--temperature", "-t", metavar="
 Seed = Annotated[int | None, option(SAMPLING, "--seed", metavar="S", help=_SEED_HELP)]
 TopP = Annotated[float, option(SAMPLING, "--top-p", metavar="P", help="From the likeliest tokens of this mass.")]
 TopK = Annotated[int, option(SAMPLING, "--top-k", metavar="K", help="From this many tokens; 0: from all.")]
-NoColor = Annotated[bool, option(OUTPUT, "--no-color", help="Plain text, as with NO_COLOR set.", callback=_remember)]
-Debug = Annotated[bool, option(OUTPUT, "--debug", help="Show the traceback of an error.", callback=_remember)]
+Debug = Annotated[bool, option(OUTPUT, "--debug", help="Show the traceback of an error.", callback=remember)]
 PromptArgument = Annotated[
     str | None, typer.Argument(help="The prompt; - reads it from standard input.", metavar="PROMPT")
 ]
@@ -207,7 +199,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def load(config: EngineConfig, consoles: Consoles) -> LLM:
-    """With a bar while weights are read."""
+    """Loads an LLM, with a progress bar while weights are read."""
     from outrider.llm import LLM
 
     with loading(consoles.about) as progress:
@@ -314,26 +306,6 @@ def chat(
 # what there is
 
 
-def matrix(as_json: AsJson = False, no_color: NoColor = False) -> None:
-    """Show which targets work with which drafters.
-
-    A target goes by the architecture in its config.json, a drafter by its method in --speculative-config.
-
-    \b
-    Examples:
-      outrider matrix
-      outrider matrix --json | jq '.matrix.Gemma3ForCausalLM'
-    """
-    with importing():
-        from outrider.matrix import as_json as matrix_json
-        from outrider.matrix import support_matrix
-    cells = support_matrix()
-    if as_json:
-        typer.echo(json.dumps(matrix_json(cells)))
-    else:
-        show_matrix(open_consoles(no_color=no_color).out, cells)
-
-
 def version() -> None:
     """Print the version.
 
@@ -355,7 +327,7 @@ def _outrider(
     show_version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_remember)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", callback=remember)] = False,
 ) -> None:
     pass
 
@@ -367,6 +339,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "certify": certify_command,
     "doctor": doctor_command,
     "train": train_command,
+    "list": list_models,
+    "pull": pull,
     "matrix": matrix,
     "version": version,
 }

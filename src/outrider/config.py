@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -46,18 +47,23 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None  # for measuring rounds: accept so much, right or wrong
     synthetic_acceptance_rates: tuple[float, ...] | None = None  # the same for each token, of one request after another
     parallel_drafting: bool = False  # all draft tokens in one pass, by a checkpoint that was trained for it
+    more: tuple[tuple[str, Any], ...] = ()  # settings that only the method's class may know: see own()
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculativeConfig:
-        known = {item.name for item in fields(cls)}
+        known = {item.name for item in fields(cls)} - {"more"}
+        values = dict(values)
+        pairs = values.pop("more", ())  # where asdict() has made the values
+        if not isinstance(pairs, list | tuple) or not all(isinstance(pair, list | tuple) for pair in pairs):
+            _refuse_unknown(["more"], known)
+        values |= dict(pairs)
         foreign = values.keys() & set(SPECULATIVE.names()) - known
         SPECULATIVE.settle({name: values[name] for name in sorted(foreign)}, "speculative_config")
         values = {name: value for name, value in values.items() if name not in foreign}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(
-                f"speculative_config does not know {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
-            )
+        more = {name: values[name] for name in sorted(set(values) - known)}
+        if more and not {"method", "model"} & set(values):  # there is nobody who could know them
+            _refuse_unknown(more, known)
+        values = {name: value for name, value in values.items() if name in known} | {"more": tuple(more.items())}
         for name in ("method", "model"):
             if not isinstance(values.get(name), str | Path | None):
                 raise ValueError(f"speculative_config: {name} must be a name or a path, not {values[name]!r}")
@@ -70,6 +76,22 @@ class SpeculativeConfig:
         if isinstance(values.get("synthetic_acceptance_rates"), list):
             values = {**values, "synthetic_acceptance_rates": tuple(values["synthetic_acceptance_rates"])}
         return cls(**values)
+
+    def own(self, declared: Mapping[str, Any]) -> dict[str, Any]:
+        """What was said of the settings that a method's class declares, or else their defaults, by which they are
+        checked."""
+        found = {**declared, **{name: value for name, value in self.more if name in declared}}
+        for name, default in declared.items():
+            kind = (int, float) if type(default) is float else type(default)
+            if not isinstance(found[name], kind) or isinstance(found[name], bool) != isinstance(default, bool):
+                raise ValueError(f"{name} must be of the kind of {default!r}, its default, not {found[name]!r}")
+        return found
+
+    def refuse_unknown(self, declared: Iterable[str]) -> None:
+        """Raises ValueError for settings that are neither ours nor declared by the method's class."""
+        unknown = [name for name, _ in self.more if name not in declared]
+        if unknown:
+            _refuse_unknown(unknown, {item.name for item in fields(self)} - {"more"} | set(declared))
 
     @property
     def is_synthetic(self) -> bool:
@@ -115,6 +137,10 @@ class SpeculativeConfig:
 def _check_kv_cache_dtype(name: str) -> None:
     if name not in KV_CACHE_DTYPES:
         raise ValueError(f"unknown kv_cache_dtype {name!r}; known: {', '.join(KV_CACHE_DTYPES)}")
+
+
+def _refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
+    raise ValueError(f"speculative_config does not know {', '.join(names)}; it takes {', '.join(sorted(known))}")
 
 
 _SUFFIX_RANGES: tuple[tuple[str, float, float, bool], ...] = (

@@ -22,6 +22,7 @@ from outrider.startup import CHECKING
 
 if TYPE_CHECKING:  # they import torch, which help and version do without
     from outrider.engine.memory import Budget
+    from outrider.local_models import LocalModel
     from outrider.matrix import Cell
     from outrider.measure import Comparison, Run
     from outrider.outputs import CompletionOutput
@@ -213,6 +214,16 @@ def show_matrix(console: Console, cells: Sequence[Cell]) -> None:
     universal = ", ".join(name for name in methods if name not in particular)
     console.print(Text(f"with every target: {universal}"))
     console.print(Text("with some, and the targets themselves:"))
+    console.print(table)
+
+
+def show_models(console: Console, models: Sequence[LocalModel]) -> None:
+    """A row for each model on this machine."""
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
+    for name in ("name", "kind", "what", "MB"):
+        table.add_column(name, overflow="fold", justify="right" if name == "MB" else "left")
+    for model in models:
+        table.add_row(model.name, model.kind, model.what, f"{model.num_bytes / 1e6:,.0f}")
     console.print(table)
 
 

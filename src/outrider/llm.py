@@ -331,6 +331,7 @@ class LLM:
 
     def make_requests(self, ids: list[int], params: SamplingParams, images: Images | None = None) -> list[Request]:
         """n requests for a prompt and for options that have been checked, and hold tokens instead of text."""
+        self.engine.check(params)
         seed = self.seed_of(params)
         request_id = f"request-{next(self._ids)}"
         requests = [self._request(f"{request_id}-{index}", ids, params, seed + index) for index in range(params.n)]

@@ -64,7 +64,7 @@ def _fetched(name: str | Path | None, hub: Hub, patterns: list[str] | None) -> s
 
 
 def _speculative(given: Speculative, others: Mapping[str, Any]) -> Speculative:
-    """With vLLM's short forms, spec_method and the like."""
+    """speculative_config with vLLM's short forms of it, spec_method and the like."""
     short = {_SPECULATIVE[name]: others[name] for name in _SPECULATIVE if others.get(name) is not None}
     if not short:
         return given

@@ -14,8 +14,9 @@ from typing import Any, cast
 
 from outrider.drafters.base import Drafter, drafters
 from outrider.drafters.suffix import Suffix
-from outrider.llm import LLM, Prompt
+from outrider.llm import LLM
 from outrider.outputs import CompletionOutput, RequestOutput
+from outrider.prompts import Prompt
 from outrider.sampling_params import SamplingParams
 
 NUM_TIMED_RUNS = 3  # of each side of a comparison
@@ -49,7 +50,7 @@ class Run:
         return self.num_tokens / self.seconds
 
     def report(self) -> dict[str, Any]:
-        """For JSON."""
+        """The run as values that JSON knows."""
         return {
             "text": self.completion.text,
             "token_ids": self.completion.token_ids,
@@ -161,7 +162,7 @@ def forget_requests(llm: LLM) -> bool:
 
 
 def forget_all(drafter: Drafter | None) -> bool:
-    """The same for a drafter alone."""
+    """Lets a drafter forget all that it has learnt from earlier requests."""
     parts = [part for part in (drafter.modules() if drafter is not None else ()) if isinstance(part, Suffix)]
     for part in parts:
         part.forget()

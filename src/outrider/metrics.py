@@ -38,7 +38,7 @@ class Vector(Metric):
 
 @dataclass
 class Gauge(Metric):
-    """As it is now."""
+    """A figure as it is now, which may go up and down."""
 
     value: float
 
@@ -99,7 +99,7 @@ class Figures:
         self._spreads["vllm:request_decode_time_seconds"].add(end - first)
 
     def metrics(self, engine: Engine) -> list[Metric]:
-        """With what the engine itself counts."""
+        """All figures in vLLM's names, with those that the engine itself counts."""
         scheduler, pool, labels = engine.scheduler, engine.scheduler.pool, self._labels
         with self._lock:
             found: list[Metric] = [Counter(name, labels, value) for name, value in self._counts.items()]

@@ -86,7 +86,7 @@ def params_for(num_prompts: int, params: SamplingParams | Sequence[SamplingParam
 
 
 def tokenized(prompts: list[Prompt], others: Mapping[str, Any]) -> list[Prompt]:
-    """With what tokenization_kwargs says of their texts."""
+    """Prompts whose texts are encoded as tokenization_kwargs says."""
     given = dict(others.get("tokenization_kwargs") or {})
     special = given.pop("add_special_tokens", True)
     if given:
@@ -141,7 +141,7 @@ def of_kind(outputs: Iterator[RequestOutput], kind: RequestOutputKind) -> Iterat
 
 
 def metrics_of(requests: Sequence[Request]) -> RequestMetrics:
-    """Of all answers to one prompt."""
+    """The times and counts of all answers to one prompt."""
     first = requests[0]
     now, starts = time.monotonic(), [each.first_token_at for each in requests if each.first_token_at is not None]
     ends = [each.ended_at if each.ended_at is not None else now for each in requests if each.first_token_at is not None]

@@ -57,7 +57,17 @@ PromptFile = Annotated[
     Path | None, typer.Option("--prompts", metavar="FILE", help=_PROMPTS_HELP, exists=True, dir_okay=False)
 ]
 ChatTemplate = Annotated[bool | None, typer.Option("--chat/--no-chat", help=_CHAT_HELP, show_default=False)]
+
+
+def remember(ctx: typer.Context, parameter: typer.CallbackParam, value: bool) -> bool:
+    """A flag is kept where Commands finds it, also when it comes after the sub-command's name."""
+    if value:
+        ctx.meta[str(parameter.name)] = True
+    return value
+
+
 AsJson = Annotated[bool, option(OUTPUT, "--json", help="Print one JSON object and nothing else.")]
+NoColor = Annotated[bool, option(OUTPUT, "--no-color", help="Plain text, as with NO_COLOR set.", callback=remember)]
 
 
 @dataclass(frozen=True)
@@ -172,7 +182,7 @@ class EngineOptions:
         return values
 
     def _adjusted(self, speculative: SpeculativeConfig | None) -> SpeculativeConfig | None:
-        """With what other options say about the drafter."""
+        """speculative_config with what other options say about the drafter."""
         changes = {
             "--num-speculative-tokens": ("num_speculative_tokens", self.num_speculative_tokens),
             "--force": ("force", True if self.force else None),

@@ -12,13 +12,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from outrider.config import EngineConfig
-from outrider.drafters.base import drafters
+from outrider.drafters.base import Sureness, drafters, recognised
 from outrider.engine.checkpoint import is_hub_id, load_tokenizer, open_checkpoint
 from outrider.engine.loader import build_drafter, build_target, building, lives_in_target
 from outrider.models.base import Target
 from outrider.types import Checkpoint
-
-CERTAINTY = 2  # that a checkpoint is a method's own: whole models are at most 1
 
 
 def draft_values(name: str) -> dict[str, Any]:
@@ -79,9 +77,8 @@ def check_images(model: str | Path) -> None:
 
 def refuse_drafter(model: str | Path, config: Mapping[str, Any]) -> None:
     """A drafter's checkpoint that was given as the target is told from a target by its config.json."""
-    sureness = {name: drafters[name].recognises(config) for name in drafters}
-    method = max(sureness, key=lambda name: sureness[name])
-    if sureness[method] >= CERTAINTY:
+    method, sureness = recognised(config)
+    if sureness >= Sureness.BY_KEYS:
         raise ValueError(
             f"{model} is a drafter ({method}), not a target: give the target that it was trained for as the model, and "
             f'this beside it (--model TARGET --draft {model}, or speculative_config={{"model": "{model}"}})'

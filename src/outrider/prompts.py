@@ -22,7 +22,7 @@ class ContextOverflowError(ValueError):
 
 
 class Prompts:
-    """Of one model. `origin` is what errors call it."""
+    """Turns prompts into checked token ids for one model. `origin` is what errors call it."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int, origin: str) -> None:
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len

@@ -86,7 +86,7 @@ class StructuredOutputsParams:
         self.guided()
 
     def guided(self) -> Guided:
-        """The same in our names, checked."""
+        """What is asked for as a Guided, checked."""
         return Guided(
             json_schema=self.json,
             json_object=bool(self.json_object),
@@ -153,6 +153,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     shown_special_ids: Sequence[int] = ()  # those are text all the same, as markers of tool calls are
     detokenize: bool = True  # otherwise there is no text, and no stop string is found
+    extra_args: dict[str, float] | None = None  # sampling filters of your own, by name: docs/adding.md
     guided: Guided | None = None  # what the answer must look like; has the last word over the options above
     structured_outputs: StructuredOutputsParams | None = None  # the same in vLLM's names
     logprobs: int | None = None  # the target's own, before any option; 0: the chosen token's alone
@@ -179,6 +180,8 @@ class SamplingParams:
             raise ValueError("guided and structured_outputs say the same thing twice: give one of them")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}")
+        if not isinstance(self.extra_args, dict | None):
+            raise ValueError(f"extra_args must be a dict: numbers of sampling filters, not {self.extra_args!r}")
         if self.prediction is not None:
             _check_prediction(self.prediction)
         if not isinstance(self.tenant, str | None):

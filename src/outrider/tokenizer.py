@@ -73,7 +73,7 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """As templates see them: "bos_token" -> "<s>"."""
+        """The special tokens as templates see them: "bos_token" -> "<s>"."""
         return dict(self._special_tokens)
 
     @property

@@ -4,7 +4,7 @@ T rows, B requests, K draft tokens, J = K + 1 judged rows, H hidden size, V voca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -178,9 +178,10 @@ class Sampling:
     bias: Tensor | None  # [S, V] logit bias, -inf where a token is not allowed; None: nobody has one
     bad_words: Tensor | None  # [S, W, M] id sequences aligned right, padded with -1; None: nobody has any
     greedy: bool  # every request is greedy
-    filtered: bool  # some request has top_k, top_p or min_p
+    filtered: bool  # some request has top_k, top_p, min_p or a filter of somebody's own
     penalised: bool  # some request has a penalty
     bounded: bool  # some request has min_tokens
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # [S] for each filter of kernels/filters.py
 
     @property
     def adjusts(self) -> bool:

@@ -270,9 +270,8 @@ def test_confidence_shortens_drafts(target_path: Callable[..., Path], tmp_path: 
     path, drafter = make(tmp_path, "dspark")
     weights = tiny.reference("llama")
     embed, lm_head = weights.model.embed_tokens.weight.detach(), weights.lm_head.weight.detach()
-    with LLM(target_path("llama"), settings(path), **SMALL) as llm:
+    with LLM(target_path("llama"), {**settings(path), "confidence_threshold": 0.1}, **SMALL) as llm:
         assert isinstance(llm.drafter, DFlash)
-        llm.drafter.least_chance = 0.1
         output = llm.generate([PROMPTS[0]], PARAMS)[0].outputs[0]
     assert PROMPTS[0] + output.token_ids == truth[0][: len(PROMPTS[0]) + 48]
     streams, length, counts = target_streams(truth[0], TAPS), len(PROMPTS[0]) + 1, set()
@@ -284,6 +283,8 @@ def test_confidence_shortens_drafts(target_path: Callable[..., Path], tmp_path: 
         counts.add(count)
         length += entry["accepted"] + 1
     assert len(counts) > 1
+    with pytest.raises(ValueError, match="confidence_threshold must be from 0 to 1, not 2"):
+        LLM(target_path("llama"), {**settings(path), "confidence_threshold": 2.0}, **SMALL)
 
 
 # dialects
@@ -349,15 +350,24 @@ def dspark_dialects(tensors: dict[str, torch.Tensor]) -> dict[str, Stored]:
     }
 
 
-@pytest.mark.parametrize("family", ["dflash", "dspark"])
+def dflash2_dialects(tensors: dict[str, torch.Tensor]) -> dict[str, Stored]:
+    """As published, and as z-lab's class saves itself."""
+    config = tiny_dflash.dflash_config(**nested(**tiny_dflash.DFLASH2), is_causal=False)
+    saved = {f"{name}.weight" if name.endswith("codebook") else name: tensor for name, tensor in tensors.items()}
+    return {"published": (tensors, config), "saved": (saved, config)}
+
+
+DIALECTS = {
+    "dflash": lambda: dialects(tiny_dflash.dflash_tensors()),
+    "dspark": lambda: dspark_dialects(tiny_dflash.dflash_tensors(rank=12)),
+    "dflash2": lambda: dflash2_dialects(tiny_dflash.dflash_tensors(conv=True, selector=True)),
+}
+
+
+@pytest.mark.parametrize("family", DIALECTS)
 def test_every_dialect_is_the_same_drafter(family: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
-    all_of = (
-        dialects(tiny_dflash.dflash_tensors())
-        if family == "dflash"
-        else dspark_dialects(tiny_dflash.dflash_tensors(rank=12))
-    )
     traces = {}
-    for name, (stored, config) in all_of.items():
+    for name, (stored, config) in DIALECTS[family]().items():
         directory = tmp_path / name
         directory.mkdir()
         save_file({key: tensor.contiguous() for key, tensor in stored.items()}, directory / "model.safetensors")

@@ -39,7 +39,7 @@ worlds = st.builds(
 
 
 @given(worlds, st.integers(0, 1000))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_it_finds_the_best_rows(world: World, seed: int) -> None:
     governor, chance = Governor(world.lookahead, NUM_SLOTS), random.Random(seed)
     early = run(world, governor, 200, chance).rate
@@ -271,7 +271,7 @@ def test_an_engine_in_made_up_time(recorded: bool, request: pytest.FixtureReques
     settings = {"model": str(DEFAULT_DIRECTORY / "drafter"), "synthetic_acceptance_rates": [0.9, 0.0]}
     params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
     rates = {}
-    for depth in (0, 1, 2, 3, 5, None):
+    for depth in (0, 2, 5, None) if recorded else (0, 1, 2, 3, 5, None):
         with (
             LLM(None, settings, device="cpu", max_num_seqs=4, max_model_len=512, watchdog=None) as llm,
             ExitStack() as how,

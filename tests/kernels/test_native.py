@@ -377,8 +377,16 @@ def test_rows_without_keys_give_zeros() -> None:
 # ---- build ----
 
 
+SHORT = '__attribute__((visibility("default"))) int outrider_answer(void) { return 42; }'
+
+
 @needs_compiler
-def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
+def test_two_processes_may_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "short.c"  # quicker to compile
+    source.write_text(SHORT)
+    monkeypatch.setattr(native, "SOURCE", source)
+    tmp_path = tmp_path / "built"
+    tmp_path.mkdir()
     processes = multiprocessing.get_context("fork")
     builders = [processes.Process(target=native.build, args=(tmp_path,)) for _ in range(2)]
     for builder in builders:
@@ -388,7 +396,7 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     assert [builder.exitcode for builder in builders] == [0, 0]
     digest, built = sorted(tmp_path.iterdir())  # one library, and nothing left over
     assert (digest.suffix, built.suffix) == (".sha256", ".so")
-    assert ctypes.CDLL(str(built)).outrider_linear
+    assert ctypes.CDLL(str(built)).outrider_answer() == 42
     assert native.build(tmp_path) == built
 
 
@@ -396,7 +404,7 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
 def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading half a library ends the process with SIGBUS, at every start: it is looked at before."""
     source = tmp_path / "short.c"  # quicker to compile
-    source.write_text('__attribute__((visibility("default"))) int outrider_answer(void) { return 42; }')
+    source.write_text(SHORT)
     monkeypatch.setattr(native, "SOURCE", source)
     built = native.build(tmp_path)
     whole, first = built.read_bytes(), built.stat().st_mtime_ns

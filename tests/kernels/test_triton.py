@@ -219,11 +219,19 @@ def test_activation(dtype: torch.dtype) -> None:
     check(gpu_activation.gelu_tanh_mul(x), activation.gelu_tanh_mul_reference(x), dtype)
 
 
+ROPE_SIZES, ROPE_NORMS = [(16, 8), (24, 4), (48, 24), (16, 0)], [None, (0.0, False), (1.0, True)]
+MANY = gpu_rope.MANY_ROWS + 1
+ROPE_CASES = [(size, norm, 5) for size in ROPE_SIZES for norm in ROPE_NORMS] + [
+    (size, norm, MANY)
+    for place, size in enumerate(ROPE_SIZES)
+    for norm in (ROPE_NORMS if CUDA else [ROPE_NORMS[place % 3]])  # interpreted, many rows take seconds
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [None, (0.0, False), (1.0, True)])
-@pytest.mark.parametrize(("dim", "half"), [(16, 8), (24, 4), (48, 24), (16, 0)])
-@pytest.mark.parametrize("num_rows", [5, gpu_rope.MANY_ROWS + 1])
-def test_rope_write(dim: int, half: int, norm: tuple[float, bool] | None, dtype: torch.dtype, num_rows: int) -> None:
+@pytest.mark.parametrize(("size", "norm", "num_rows"), ROPE_CASES)
+def test_rope_write(size: tuple[int, int], norm: tuple[float, bool] | None, num_rows: int, dtype: torch.dtype) -> None:
+    dim, half = size
     heads, kv_heads, page_size = 3, 2, 4
     qkv = random(num_rows, heads + 2 * kv_heads, dim, dtype=dtype)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -268,28 +276,33 @@ def test_choose(greedy: bool, reduced: bool) -> None:
     assert found.tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize("coarse", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [50, 9000])
+WIDE = 9000  # three programs to a row; interpreted, each takes a third of a second
+FILTER_CASES = [(width, dtype, coarse) for width in (50, WIDE) for dtype in TOLERANCE for coarse in (False, True)]
+if not CUDA:
+    FILTER_CASES = [each for each in FILTER_CASES if (each[0] == WIDE) == ((each[1] == torch.float32) == each[2])]
+
+
+@pytest.mark.parametrize(("width", "dtype", "coarse"), FILTER_CASES)
 def test_filter(width: int, dtype: torch.dtype, coarse: bool) -> None:
     """`coarse`: many logits are equal, so that it counts which of them come first."""
     generator = torch.Generator().manual_seed(width)
-    rows = 12
+    rows = 12 if CUDA or width < WIDE else 6
+    alone, nothing, greedy = (8, 5, 7) if rows > 8 else (4, 3, 5)  # rows with min_p alone, top_p 0, temperature 0
     logits = 3 * torch.randn(rows, width, generator=generator)
     logits = (logits.round() if coarse else logits).to(dtype).to(DEVICE)
     top_k = torch.randint(1, 60, (rows,), generator=generator)
     top_p, min_p = torch.rand(rows, generator=generator), 0.2 * torch.rand(rows, generator=generator)
     top_k[1::3], top_p[2::4], min_p[::2] = width, 1.0, 0.0  # off
-    top_k[8], top_p[8], min_p[8] = width, 1.0, 0.1  # min_p alone
-    top_p[5] = 0.0
+    top_k[alone], top_p[alone], min_p[alone] = width, 1.0, 0.1
+    top_p[nothing] = 0.0
     temperature = 0.3 + torch.rand(rows, generator=generator)
-    temperature[7] = 0.0
+    temperature[greedy] = 0.0
     options = [each.to(DEVICE) for each in (temperature, top_k, top_p, min_p)]
     request = torch.arange(rows, device=DEVICE)
     given: Any = SimpleNamespace(top_k=options[1], top_p=options[2].double(), min_p=options[3].double())
     scaled = logits.double() / options[0].clamp(min=1e-5)[:, None]
     kept = sampling.filter_logits(scaled, given, request) > -torch.inf
-    kept[7] = True  # greedy: nothing is cut off
+    kept[greedy] = True  # nothing is cut off
     cut, last = gpu_filter.cuts(logits, options[0], (options[1], options[2], options[3]), request, least=1e-5)
     value, column = logits.float(), torch.arange(width, device=DEVICE)
     found = (value > cut[:, None]) | ((value == cut[:, None]) & (column <= last[:, None]))

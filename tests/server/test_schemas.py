@@ -39,11 +39,11 @@ class Answer:
     accepted: int
 
 
-def body_of(number: int, schema: Schema, temperature: float) -> dict[str, Any]:
-    """In one of the two ways to say it."""
+def body_of(number: int, schema: Schema) -> dict[str, Any]:
+    """In one of the two ways to say it; two are greedy, two are sampled, and so on."""
     form = {"type": "json_schema", "json_schema": {"name": "made", "schema": schema}}
     said = {"response_format": form} if number % 3 else {"guided_json": schema}
-    return {"messages": MESSAGES, "max_tokens": MAX_TOKENS, "temperature": temperature, "seed": number, **said}
+    return {"messages": MESSAGES, "max_tokens": MAX_TOKENS, "temperature": number // 2 % 2, "seed": number, **said}
 
 
 def brevity(tokenizer: Tokenizer) -> dict[str, float]:
@@ -63,13 +63,12 @@ def ask(client: httpx.Client, body: dict[str, Any]) -> Answer:
     return Answer(choice["message"]["content"], choice["finish_reason"], drafted, accepted)
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_answers_keep_to_their_schemas(temperature: float, running: Running) -> None:
+def test_answers_keep_to_their_schemas(running: Running) -> None:
     made = schemas(NUM_SCHEMAS)
     tokenizer = running.llm.tokenizer
     assert tokenizer is not None
     bias = {"logit_bias": brevity(tokenizer)}
-    bodies = [body_of(number, schema, temperature) | bias for number, schema in enumerate(made)]
+    bodies = [body_of(number, schema) | bias for number, schema in enumerate(made)]
     plain_bodies = [body | {"speculative": {"enabled": False}} for body in bodies]
     with httpx.Client(base_url=running.url, timeout=60) as client, ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         plain = list(pool.map(lambda body: ask(client, body), plain_bodies))

@@ -21,7 +21,7 @@ NUM_PLACES = 6
 
 @dataclass(frozen=True)
 class Spread:
-    """Of a number measured several times."""
+    """The median, the extremes and all values of a number that was measured several times."""
 
     values: tuple[float, ...]
 

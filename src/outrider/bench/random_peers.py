@@ -31,7 +31,7 @@ class PeerCost:
 
     @property
     def steady(self) -> float | None:
-        """The same while all of them decode."""
+        """Tokens a second while all requests decode."""
         rates = [timing.steady for timing in self.timings if timing.steady is not None]
         return statistics.median(rates) if rates else None
 

@@ -45,7 +45,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one side."""
+    """What a round of one side (a method, or plain decoding) costs."""
 
     name: str
     round_ms: list[float]  # with all that the host does

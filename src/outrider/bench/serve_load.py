@@ -183,6 +183,6 @@ async def _counters(client: httpx.AsyncClient) -> str:
 
 
 def to_lines(answers: Sequence[Answered]) -> list[dict[str, Any]]:
-    """For a file: every request with its times."""
+    """Every request with its times, as lines of a JSONL file."""
     begin = min((answer.sent for answer in answers), default=0.0)
     return [json.loads(json.dumps(vars(answer) | {"sent": answer.sent - begin})) for answer in answers]

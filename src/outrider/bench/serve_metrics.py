@@ -36,7 +36,7 @@ class Drafting:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Of all rounds, as vLLM counts."""
+        """The share of all rounds that accepted a draft up to each position, as vLLM counts."""
         return [count / self.num_drafts for count in self.accepted_at]
 
     def to_dict(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one quantity, in milliseconds."""
+    """Mean, median and percentiles of one latency, in milliseconds."""
 
     mean: float
     median: float

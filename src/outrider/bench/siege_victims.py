@@ -68,7 +68,7 @@ def request(address: Address, method: str, path: str, body: bytes | None = None,
 
 
 class Victims:
-    """They are served all the time."""
+    """Clients with plain requests, who must be served all the time."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -168,7 +168,7 @@ class Trial:
 
         def broken(*given: Any) -> None:
             append(*given)
-            del request.append  # type: ignore[method-assign, assignment]
+            del request.append
             self._torn = request
             self._break_off("append")
 
@@ -212,7 +212,7 @@ class Trial:
             return commit(work, outcome)
 
         engine.target.logits = breaking_logits  # type: ignore[method-assign, assignment]
-        engine._commit = breaking_commit  # type: ignore[method-assign, assignment]
+        engine._commit = breaking_commit  # type: ignore[method-assign]
         engine.stopwatch = MadeUpTime(self._chance)
         if drafter is None:
             return

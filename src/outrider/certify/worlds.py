@@ -61,7 +61,7 @@ class World:
     asked: tuple[Asked, ...] = ()
 
     def with_only(self, numbers: Sequence[int]) -> World:
-        """The same world with some of its requests."""
+        """This world with only some of its requests."""
         return replace(self, asked=tuple(each for each in self.asked if each.number in numbers))
 
 

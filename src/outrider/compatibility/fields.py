@@ -24,7 +24,8 @@ _MISSING = [
     Refused({"logits_processors": ()}, "no code runs on logits: use logit_bias, bad_words or structured_outputs"),
     Refused({"guided_whitespace_pattern": ()}, "say how many characters at most instead: guided_max_whitespace"),
     Refused({"return_tokens_as_token_ids": (False,)}, "return_token_ids gives the tokens beside their texts"),
-    Refused({"vllm_xargs": (), "kv_transfer_params": ()}, "there are no plugins that could read it"),
+    Refused({"vllm_xargs": ()}, "filters of your own are asked for in Python: SamplingParams(extra_args=...)"),
+    Refused({"kv_transfer_params": ()}, "there are no plugins that could read it"),
     Refused({"thinking_token_budget": ()}, "reasoning has no budget of its own: use max_tokens"),
 ]
 

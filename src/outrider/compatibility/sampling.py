@@ -30,6 +30,7 @@ FIELDS = {
     "logit_bias": "",
     "allowed_token_ids": "",
     "bad_words": "texts, or lists of token ids",
+    "extra_args": "numbers for sampling filters of your own, by name",
 }
 
 STRUCTURED_FIELDS = {
@@ -68,14 +69,16 @@ SAMPLING = Rules(
     refused=[
         Refused({"use_beam_search": (False,)}, "there is no beam search here: use n with a temperature"),
         Refused({"best_of": (1,)}, "answers are not ranked: ask for n and choose"),
-        Refused({"logits_processors": ()}, "no code runs on logits: use logit_bias, bad_words or structured_outputs"),
+        Refused(
+            {"logits_processors": ()},
+            "no request runs code on logits: use logit_bias, bad_words, or a filter of your own",
+        ),
         Refused({"truncate_prompt_tokens": ()}, "prompts are not cut: give the tokens that you want read"),
         Refused(
             {"prompt_logprob_token_ids": (), "prompt_logprob_start": (0,), "logprob_token_ids": ()},
             "log-probabilities are those of the most likely tokens: use logprobs and prompt_logprobs",
         ),
         Refused({"flat_logprobs": (False,)}, "log-probabilities come as one dict for each token"),
-        Refused({"extra_args": ()}, "there are no plugins that could read it"),
         Refused({"skip_reading_prefix_cache": (False,)}, "use LLM(enable_prefix_caching=False)"),
         Refused({"thinking_token_budget": ()}, "reasoning has no budget of its own: use max_tokens"),
         Refused({"repetition_detection": ()}, "repetition does not end an answer: use repetition_penalty"),

@@ -161,12 +161,12 @@ class Diagnosis:
 
 
 def accept_length(agreement: Agreement) -> float:
-    """Of the rounds that an engine would go through."""
+    """Tokens a round, over the rounds that an engine would go through."""
     return round(agreement.speculation.accept_length, 4)
 
 
 def _plain(value: Any) -> Any:
-    """As JSON knows it."""
+    """A value in a form that JSON knows."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

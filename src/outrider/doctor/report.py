@@ -66,7 +66,7 @@ def _findings(diagnosis: Diagnosis) -> Table:
 
 
 def _acceptance(console: Console, diagnosis: Diagnosis) -> Table:
-    """By draft position, then by context length."""
+    """Shows acceptance by draft position, then by context length."""
     rounds = diagnosis.agreement.speculation
     table = _table("how it drafts", "", "")
     table.show_header = False

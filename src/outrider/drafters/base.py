@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -22,6 +23,16 @@ from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Recurren
 drafters: Registry[type[Drafter]] = Registry("speculative method", "outrider.drafters")
 
 
+class Sureness(IntEnum):
+    """How surely a checkpoint is one of a method's, by its config.json. The method with the greatest is meant."""
+
+    NO = 0
+    PERHAPS = 1  # a whole model, which may as well be a target
+    BY_KEYS = 2  # it has keys that only such drafters have
+    BY_NAME = 3  # it is named
+    IN_PARTICULAR = 4  # it is named, and of a special kind
+
+
 class Drafter(nn.Module):
     """Subclasses set `taps` (the target's hidden states they want) and propose a draft after every verdict."""
 
@@ -32,6 +43,7 @@ class Drafter(nn.Module):
     from_text = False  # it has no layers and reads tokens only, so that it can go before another in a combination
     lives_in_target = False  # without a checkpoint of its own, its weights are in the target's
     drafts_in_parallel = False  # it knows what to do with parallel_drafting
+    own_settings: Mapping[str, Any] = {}  # of speculative_config, with their defaults: settings.own(...) in build()
     recordable = True  # propose() asks the host nothing, so that a round can be recorded and replayed
 
     @classmethod
@@ -39,9 +51,9 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> int:
-        """How surely a checkpoint with this config.json is one of this method's: 0 no, 1 perhaps, 2 yes."""
-        return 0
+    def recognises(cls, config: Mapping[str, Any]) -> Sureness:
+        """How surely a checkpoint with this config.json is one of this method's."""
+        return Sureness.NO
 
     @classmethod
     def stands_for(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:
@@ -103,6 +115,13 @@ class Drafter(nn.Module):
     def frozen(self) -> tuple[str, ...]:
         """Parameters that training leaves as they are, where the whole vocabulary is not trained."""
         return ()
+
+
+def recognised(config: Mapping[str, Any]) -> tuple[str, Sureness]:
+    """The method whose checkpoints look most like this config.json, and how surely it is meant."""
+    sureness = {name: drafters[name].recognises(config) for name in drafters}
+    best = max(sureness, key=lambda name: sureness[name])
+    return best, sureness[best]
 
 
 @dataclass(frozen=True)

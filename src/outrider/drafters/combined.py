@@ -147,5 +147,6 @@ def combination(name: str) -> type[Drafter] | None:
         "from_text": last.from_text,
         "lives_in_target": last.lives_in_target,
         "needs_tokenizer_of_target": last.needs_tokenizer_of_target,
+        "own_settings": {name: value for method in methods for name, value in drafters[method].own_settings.items()},
     }
     return type("Combined", (Combined,), attributes)

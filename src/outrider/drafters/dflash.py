@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, Reading, block_rows, draft_chain, drafters, no_draft
+from outrider.drafters.base import Drafter, Reading, Sureness, block_rows, draft_chain, drafters, no_draft
 from outrider.drafters.dflash2 import ConvBlock, Selector
 from outrider.drafters.dflash_config import DFlashConfig, resolve
 from outrider.drafters.dflash_mask import LayerMask, remasked
@@ -106,7 +106,8 @@ class DFlash(Drafter):
     num_carried = 0  # an entry depends on its own row alone
     # Draft tokens whose estimated chance of being reached and accepted is smaller are not put to the test, where the
     # checkpoint has a confidence head. 0: all are.
-    least_chance: float = 0.0
+    own_settings: Mapping[str, Any] = {"confidence_threshold": 0.0}
+    confidence_threshold = 0.0
 
     def __init__(self, config: DFlashConfig, target: Target, lookahead: int) -> None:
         super().__init__()
@@ -127,16 +128,20 @@ class DFlash(Drafter):
                 f"num_speculative_tokens is {lookahead}, but the drafter was trained with blocks of "
                 f"{config.block_size}: ask for at most {config.block_size} (block_size)"
             )
-        return cls(config, target, lookahead)
+        drafter = cls(config, target, lookahead)
+        drafter.confidence_threshold = settings.own(cls.own_settings)["confidence_threshold"]
+        if not 0 <= drafter.confidence_threshold <= 1:
+            raise ValueError(f"confidence_threshold must be from 0 to 1, not {drafter.confidence_threshold}")
+        return drafter
 
     @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> int:
+    def recognises(cls, config: Mapping[str, Any]) -> Sureness:
         names = [str(name).lower() for name in config.get("architectures") or []]
         names += [str(config.get(key, "")).lower() for key in ("speculators_model_type", "model_type")]
         marks = ("dflash", "dspark", "muse_glimmer_assistant", "domino")  # the last to be refused by name
         if any(mark in name for name in names for mark in marks):
-            return 3
-        return 3 if "dflash_config" in config else 0
+            return Sureness.BY_NAME
+        return Sureness.BY_NAME if "dflash_config" in config else Sureness.NO
 
     # drafting
 
@@ -202,12 +207,12 @@ class DFlash(Drafter):
     def _limit(self, step: Step, rows: Tensor, draft: Draft) -> Draft:
         """Leaves out what is not worth a test."""
         confidence, markov = self.network.confidence, self.network.markov
-        if confidence is None or not self.least_chance:
+        if confidence is None or not self.confidence_threshold:
             return draft
         before = torch.cat([self._newest(step)[:, None], draft.tokens[:, : step.depth - 1]], dim=1)
         latent = markov.embed(before.flatten()) if markov is not None else None
         chance = confidence(rows.flatten(0, 1), latent).view(before.shape).cumprod(dim=1)
-        return Draft(draft.tokens, torch.minimum(draft.count, (chance >= self.least_chance).sum(dim=1)))
+        return Draft(draft.tokens, torch.minimum(draft.count, (chance >= self.confidence_threshold).sum(dim=1)))
 
     @property
     def embed(self) -> Embedding:

@@ -10,12 +10,12 @@ from outrider.drafters.dflash2 import ConvShape, SelectorShape, read_conv, read_
 from outrider.drafters.dflash_mask import LayerMask
 from outrider.drafters.dflash_reader import FamilyReader, canonical_name, read_attention, read_masks, read_ropes
 from outrider.drafters.dspark import CorrectionShape, read_correction
+from outrider.drafters.parallel import MASK_TOKEN_KEYS
 from outrider.kernels.activation import GATED
 from outrider.layers.attention import AttentionShape
 from outrider.models.base import Target, require
 from outrider.types import Checkpoint, Resolved
 
-_MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 _OUTPUT_IDS = ("target_layer_ids", "dspark_target_layer_ids", "layer_ids")
 _TAP_IDS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 _NAMING_KEYS = ("projector_type", "speculators_model_type", "model_type")
@@ -135,12 +135,7 @@ def _taps(reader: FamilyReader, target: Target, num_layers: int, chosen: tuple[i
     if chosen is not None:
         readings = {"speculative_config taps": list(chosen)}
     if not readings:
-        spread = [number / max(num_layers - 1, 1) for number in range(num_layers)]
-        ids = (
-            [round(1 + (target.num_layers - 4) * part) for part in spread]
-            if num_layers > 1
-            else [target.num_layers // 2]
-        )
+        ids = _spread(target.num_layers, num_layers)
         readings = {"default, evenly spread outputs (+1)": [number + 1 for number in ids]}
     said = "; ".join(f"{source}: {taps}" for source, taps in readings.items())
     if len({tuple(taps) for taps in readings.values()}) > 1:
@@ -174,9 +169,11 @@ def _mask_token(reader: FamilyReader, checkpoint: Checkpoint) -> int:
             f"{checkpoint.path} has its mask's embedding in mask_embedding.pt, a pickle, which may run code when it is "
             "read: convert it to a safetensors file with one tensor named mask_embedding, and delete it"
         )
-    token = reader.one(*_MASK_KEYS)
+    token = reader.one(*MASK_TOKEN_KEYS)
     if not isinstance(token, int) or isinstance(token, bool):
-        raise ValueError(f"config.json must give the mask token's id as one of {', '.join(_MASK_KEYS)}, not {token!r}")
+        raise ValueError(
+            f"config.json must give the mask token's id as one of {', '.join(MASK_TOKEN_KEYS)}, not {token!r}"
+        )
     return token
 
 

@@ -19,6 +19,7 @@ _ALIASES = {
     "encoder.output_norm_enc.": "hidden_norm.",
     "final_norm.": "norm.",
     "self_attn.attention_sink_bias": "self_attn.sinks",
+    "_codebook.weight": "_codebook",  # as z-lab's class saves them; its published files have them without
 }
 
 
@@ -81,7 +82,7 @@ def layer_kinds(reader: FamilyReader, num_layers: int) -> list[str]:
 
 
 def read_attention(reader: FamilyReader, num_layers: int) -> tuple[AttentionShape, ...]:
-    """Of every layer, but for its mask."""
+    """The attention of every layer, but for its mask."""
     layer = reader.layer
     hidden_size, num_heads = require(layer, "hidden_size", "num_attention_heads")
     shape = AttentionShape(

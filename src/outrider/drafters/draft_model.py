@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, draft_chain, drafters, extend, no_draft, single_rows
+from outrider.drafters.base import Drafter, Sureness, draft_chain, drafters, extend, no_draft, single_rows
 from outrider.drafters.parallel import draft_at_once, draft_rows, mask_rows, num_masked, resolve_mask_token
 from outrider.models.base import Target, targets
 from outrider.types import Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
@@ -49,8 +49,9 @@ class DraftModel(Drafter):
         return cls(model, settings.num_speculative_tokens, target.vocab_size, mask_token)
 
     @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> int:
-        return int(any(name in targets for name in config.get("architectures") or []))
+    def recognises(cls, config: Mapping[str, Any]) -> Sureness:
+        known = any(name in targets for name in config.get("architectures") or [])
+        return Sureness.PERHAPS if known else Sureness.NO
 
     def weights(self) -> dict[str, Weight]:
         return {f"model.{name}": weight for name, weight in self.model.weights().items()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, Reading, drafters
+from outrider.drafters.base import Drafter, Reading, Sureness, drafters
 from outrider.drafters.head import (
     FeedbackDrafter,
     FeedbackNetwork,
@@ -166,16 +166,15 @@ class Eagle(FeedbackDrafter):
         return cls(resolve(checkpoint, target), target, settings.num_speculative_tokens)
 
     @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> int:
+    def recognises(cls, config: Mapping[str, Any]) -> Sureness:
         names = [str(name).lower() for name in config.get("architectures") or []]
         if config.get("speculators_model_type") == "eagle":
-            return 3
+            return Sureness.BY_NAME
         if any("eagle" in name and not re.search("eagle-?3|peagle", name) for name in names):
-            return 3
+            return Sureness.BY_NAME
         # the original repository calls its heads LlamaForCausalLM; `bias` is no key of a whole model
-        return (
-            2 if "bias" in config and config.get("num_hidden_layers") == 1 and "draft_vocab_size" not in config else 0
-        )
+        is_head = "bias" in config and config.get("num_hidden_layers") == 1 and "draft_vocab_size" not in config
+        return Sureness.BY_KEYS if is_head else Sureness.NO
 
     # drafting
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, Reading, drafters
+from outrider.drafters.base import Drafter, Reading, Sureness, drafters
 from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, distinct_taps, resolve
 from outrider.drafters.fresh import Fresh, Mould, Plan, Tensors, offsets
 from outrider.drafters.head import FIRST_KEY as FIRST_KEY
@@ -115,12 +115,12 @@ class Eagle3(FeedbackDrafter):
         return cls(resolve(checkpoint, target, settings.taps), target, settings.num_speculative_tokens)
 
     @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> int:
+    def recognises(cls, config: Mapping[str, Any]) -> Sureness:
         names = [str(name).lower() for name in config.get("architectures") or []]
         marks = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")
         if config.get("speculators_model_type") == "eagle3" or any("eagle3" in name for name in names):
-            return 3
-        return 2 if any(mark in config for mark in marks) else 0
+            return Sureness.BY_NAME
+        return Sureness.BY_KEYS if any(mark in config for mark in marks) else Sureness.NO
 
     # drafting
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, Reading, draft_chain, drafters, no_draft
+from outrider.drafters.base import Drafter, Reading, Sureness, draft_chain, drafters, no_draft
 from outrider.drafters.head import twin
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.embedding import Head
@@ -248,8 +248,9 @@ class Gemma4Assistant(Drafter):
         return cls(resolve(checkpoint, target), target, settings.num_speculative_tokens)
 
     @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> int:
-        return 3 if any(name in ARCHITECTURES for name in config.get("architectures") or []) else 0
+    def recognises(cls, config: Mapping[str, Any]) -> Sureness:
+        named = any(name in ARCHITECTURES for name in config.get("architectures") or [])
+        return Sureness.BY_NAME if named else Sureness.NO
 
     @classmethod
     def suits(cls, target: type[Target]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, Reading, drafters, extend, shifted
+from outrider.drafters.base import Drafter, Reading, Sureness, drafters, extend, shifted
 from outrider.drafters.fresh import Fresh, Plan
 from outrider.drafters.head import twin
 from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, judged, rows_of, teaching
@@ -77,8 +77,8 @@ class MultiTokenPrediction(Drafter):
         return drafter
 
     @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> int:
-        return 3 if are_added(config) else 0
+    def recognises(cls, config: Mapping[str, Any]) -> Sureness:
+        return Sureness.BY_NAME if are_added(config) else Sureness.NO
 
     @classmethod
     def suits(cls, target: type[Target]) -> bool:

@@ -11,13 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Reading, drafters, extend, no_draft, shifted
+from outrider.drafters.base import Reading, Sureness, drafters, extend, no_draft, shifted
 from outrider.drafters.eagle3 import FIRST_KEY, Eagle3
 from outrider.drafters.eagle3_config import Eagle3Config, resolve
 from outrider.drafters.fresh import Fresh, Plan
 from outrider.drafters.head import actual_names
 from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, judged, rows_of, teaching
-from outrider.drafters.parallel import draft_at_once, draft_rows, mask_rows, num_masked, resolve_mask_token
+from outrider.drafters.parallel import (
+    MASK_TOKEN_KEYS,
+    draft_at_once,
+    draft_rows,
+    mask_rows,
+    num_masked,
+    resolve_mask_token,
+)
 from outrider.models.base import Target
 from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
 
@@ -49,15 +56,15 @@ class PEagle(Eagle3):
         return cls(_with_own_default(config), target, settings.num_speculative_tokens, mask_token)
 
     @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> int:
+    def recognises(cls, config: Mapping[str, Any]) -> Sureness:
         if _is_named(config):
-            return 4
-        keys = ("ptd_token_id", "pard_token", "mask_token_id")  # of EAGLE-3's dialects with one network for both
+            return Sureness.IN_PARTICULAR
+        keys = set(MASK_TOKEN_KEYS) - {"dspark_noise_token_id"}  # of EAGLE-3's dialects with one network for both
         others = ("speculators_model_type", "dflash_config")
         sureness = super().recognises(config)
         if any(key in config for key in others) or not any(config.get(key) is not None for key in keys):
-            return 0
-        return sureness + 1 if sureness else 0
+            return Sureness.NO
+        return Sureness(sureness + 1) if sureness else Sureness.NO
 
     @classmethod
     def stands_for(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:

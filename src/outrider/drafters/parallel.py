@@ -15,23 +15,18 @@ from outrider.kernels.sampling import choose
 from outrider.types import Batch, Draft, Resolved, Step
 
 # every name that the mask token's id goes by in a config.json
-MASK_TOKEN_KEYS = (
-    "dflash_config.mask_token_id",
-    "mask_token_id",
-    "dspark_noise_token_id",
-    "pard_token",
-    "ptd_token_id",
-)
+MASK_TOKEN_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+_PLACES = ("dflash_config.mask_token_id", *MASK_TOKEN_KEYS)
 
 
 def resolve_mask_token(config: Mapping[str, Any], vocab_size: int) -> Resolved:
     """The mask token's id, which must be one of the `vocab_size` that are embedded, and where it was read."""
-    keys = [*MASK_TOKEN_KEYS, *(f"text_config.{key}" for key in MASK_TOKEN_KEYS)]
+    keys = [*_PLACES, *(f"text_config.{key}" for key in _PLACES)]
     found = {key: value for key in keys if (value := _look_up(config, key)) is not None}
     if not found:
         raise ValueError(
             "config.json does not say which token stands for the ones to be drafted in parallel: set one of "
-            f"{', '.join(MASK_TOKEN_KEYS)}; or, if the checkpoint was not trained for it, remove parallel_drafting"
+            f"{', '.join(_PLACES)}; or, if the checkpoint was not trained for it, remove parallel_drafting"
         )
     token = next(iter(found.values()))
     said = ", ".join(f"{key} = {value!r}" for key, value in found.items())

@@ -224,7 +224,7 @@ class TextFollower:
         return self.by_length[match_len - 1] if match_len <= len(self.by_length) else None
 
     def follow(self, place: Places) -> tuple[int, float, Places] | None:
-        """Of equally frequent tokens the latest."""
+        """The token that followed most often; of equally frequent ones the latest."""
         place = place[place < len(self.text)]  # of the others it is not known yet what comes next
         if not len(place):
             return None

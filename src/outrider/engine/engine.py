@@ -34,7 +34,7 @@ from outrider.engine.verify import synthetic_choice
 from outrider.engine.watchdog import Watchdog
 from outrider.kernels.dispatch import has_triton
 from outrider.models.base import Target
-from outrider.sampling_params import Guided
+from outrider.sampling_params import Guided, SamplingParams
 from outrider.tokenizer import Tokenizer
 from outrider.types import Outcome, RoundShape
 
@@ -107,6 +107,10 @@ class Engine:
             if self._grammars is None:
                 self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.end_ids)
             return self._grammars
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises ValueError for sampling filters that this engine does not know."""
+        self.runner.options.check(params)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -324,7 +328,7 @@ class Engine:
 
     @property
     def recording_seconds(self) -> dict[str, float]:
-        """Of warming up."""
+        """Seconds that warming up spent on recordings, by kind."""
         return {} if self.graphs is None else {"recordings": self.graphs.record_seconds}
 
     @property

@@ -44,7 +44,7 @@ class TensorEntry:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of the last dimension."""
+        """Bytes of a row of the last dimension."""
         _, block_len, block_bytes = TENSOR_TYPES[self.type_number]
         return self.shape[-1] // block_len * block_bytes
 

@@ -42,7 +42,7 @@ class Dialect:
 
 
 class GrammarCompiler:
-    """Of one vocabulary. What was compiled lately is kept."""
+    """Compiles grammars for one vocabulary. What was compiled lately is kept."""
 
     def __init__(self, words: Words) -> None:
         import_xgrammar()  # or an error that says how to get it

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import outrider.drafters
 import outrider.models  # noqa: F401  (registers the targets)
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, drafters
+from outrider.drafters.base import Drafter, drafters, recognised
 from outrider.engine.finite import FiniteCheck, check_kind
 from outrider.engine.gguf import GgufCheckpoint
 from outrider.engine.gguf_levels import quantised_of
@@ -55,6 +55,7 @@ def build_drafter(settings: SpeculativeConfig, target: Target, checkpoint: Check
     method = resolve_method(settings, checkpoint)
     if settings.parallel_drafting and not drafters[method].drafts_in_parallel:
         raise ValueError(f"method {method} has no use for parallel_drafting: remove it")
+    settings.refuse_unknown(drafters[method].own_settings)
     return drafters[method].build(settings, target, checkpoint)
 
 
@@ -72,11 +73,10 @@ def resolve_method(settings: SpeculativeConfig, checkpoint: Checkpoint | None) -
 
 def _recognised(checkpoint: Checkpoint | None) -> str:
     assert checkpoint is not None, "settings without a method have a model"
-    sureness = {name: drafters[name].recognises(checkpoint.config) for name in drafters}
-    best = max(sureness, key=lambda name: sureness[name])
-    if not sureness[best]:
+    best, sureness = recognised(checkpoint.config)
+    if not sureness:
         raise ValueError(
-            f'{checkpoint.path} does not say which kind of drafter it is: give "method", one of {", ".join(sureness)}'
+            f'{checkpoint.path} does not say which kind of drafter it is: give "method", one of {", ".join(drafters)}'
         )
     return best
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.request import Request
+from outrider.kernels.filters import check_filters, filters
 from outrider.kernels.sampling import GREEDY_TEMPERATURE
 from outrider.sampling_params import SamplingParams
 from outrider.types import Sampling
@@ -49,7 +50,7 @@ WHOLES = [column for column in COLUMNS if column.dtype is torch.long]
 class Flags:
     """What the requests of a round ask for at all, as far as a round is recorded differently for it."""
 
-    filtered: bool  # some request has top_k, top_p or min_p
+    filtered: bool  # some request has top_k, top_p, min_p or a filter of somebody's own
     adjusted: bool  # some request's logits are changed before a token is chosen
     masked: bool = False  # some request's grammar forbids something
 
@@ -68,7 +69,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def is_filtered(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or bool(params.extra_args)
 
 
 def is_penalised(params: SamplingParams) -> bool:
@@ -85,13 +86,21 @@ def is_adjusted(request: Request) -> bool:
     return is_biased(params) or params.min_tokens > 0 or bool(request.bad_words) or is_penalised(params)
 
 
+def _filter_column(name: str) -> Column:
+    """The column of a sampling filter that somebody has registered."""
+    off = filters[name].off
+    return Column(name, torch.float32, lambda request, _: (request.params.extra_args or {}).get(name, off))
+
+
 class Options:
     """The table. Slots that nobody has taken hold whatever their last request wanted: no row reads them."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
         # a row for each column, so that a request is written with one copy of each dtype
-        self._floats = torch.zeros(len(FLOATS), num_slots, device=device)
+        self._extra = [_filter_column(name) for name in filters]
+        self._float_columns = [*FLOATS, *self._extra]
+        self._floats = torch.zeros(len(self._float_columns), num_slots, device=device)
         self._wholes = torch.zeros(len(WHOLES), num_slots, dtype=torch.long, device=device)
         self._end_ids = torch.full((num_slots, NUM_ENDS), -1, dtype=torch.long, device=device)
         self._bias: Tensor | None = None  # made with the first request that has one: it is as wide as the vocabulary
@@ -99,10 +108,17 @@ class Options:
         self._adjusted: set[int] = set()  # slots whose lists hold something
         self.generation = 0  # counts how often tensors were replaced: what was recorded with the old ones is void
 
+    def check(self, params: SamplingParams) -> None:
+        """Raises ValueError for filters that nobody knows, or that came too late to have a column."""
+        check_filters(params.extra_args or {})
+        late = set(params.extra_args or ()) - {column.name for column in self._extra}
+        if late:
+            raise ValueError(f"{', '.join(sorted(late))}: register a filter before the LLM is made that shall know it")
+
     def write(self, requests: Sequence[Request], upload: Callable[[Tensor], Tensor]) -> None:
         """Requests that have just been given a slot. `upload` takes a tensor to the device without waiting."""
         slots = upload(torch.tensor([request.slot for request in requests]))
-        for table, columns in ((self._floats, FLOATS), (self._wholes, WHOLES)):
+        for table, columns in ((self._floats, self._float_columns), (self._wholes, WHOLES)):
             rows = [[column.value(request, self._vocab_size) for request in requests] for column in columns]
             table[:, slots] = upload(torch.tensor(rows, dtype=table.dtype))
         for request in requests:
@@ -158,7 +174,7 @@ class Options:
         return wider
 
     def sampling(self, requests: Sequence[Request]) -> Sampling:
-        """As a round of these requests reads the table."""
+        """The table as a round of these requests reads it."""
         flags, params = Flags.of(requests), [request.params for request in requests]
         table = replace(self.recorded(flags), greedy=all(map(is_greedy, params)))
         if not flags.adjusted:
@@ -175,7 +191,9 @@ class Options:
         """As any round reads it whose requests ask for such things."""
         if flags.adjusted:
             self.prepare_adjusting()
-        columns = dict(zip((each.name for each in FLOATS), self._floats.unbind(), strict=True))
+        tables = self._floats.unbind()
+        columns = dict(zip((each.name for each in FLOATS), tables[: len(FLOATS)], strict=True))
+        extra = dict(zip((each.name for each in self._extra), tables[len(FLOATS) :], strict=True))
         columns |= zip((each.name for each in WHOLES), self._wholes.unbind(), strict=True)
         return Sampling(
             **columns,
@@ -184,6 +202,7 @@ class Options:
             bad_words=self._bad_words if flags.adjusted else None,
             greedy=False,  # every row looks at its own temperature
             filtered=flags.filtered,
+            extra=extra if flags.filtered else {},
             penalised=flags.adjusted,
             bounded=flags.adjusted,
         )

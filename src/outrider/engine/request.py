@@ -267,7 +267,7 @@ class Work:
 
     @property
     def num_rows(self) -> int:
-        """At most."""
+        """How many rows it has at most."""
         return self.pending + self.allowed
 
     @property

@@ -61,7 +61,7 @@ class RoundParts(Protocol):
 
     @property
     def hidden(self) -> Hidden:
-        """Of all rows, after forward()."""
+        """The hidden states of all rows, after forward()."""
         ...
 
     def forward(self) -> None: ...
@@ -76,7 +76,7 @@ class RoundParts(Protocol):
 
 
 class EagerRound:
-    """As it is, launch by launch."""
+    """A round that is not recorded: every operation is launched as it is called."""
 
     def __init__(self, parts: Round, step: Step) -> None:
         self._parts, self._step = parts, step

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.engine.cache import Cache
 from outrider.engine.options import Options
-from outrider.engine.scheduler import Work
+from outrider.engine.request import Work
 from outrider.kernels.round import Layout, lay_out
 from outrider.types import Batch, Recurrence, RoundShape, Sampling, Seats, Step
 

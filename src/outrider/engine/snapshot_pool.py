@@ -53,7 +53,7 @@ class SnapshotPool:
         return self._place_of[name]
 
     def demote(self, name: bytes) -> None:
-        """It is the first to go."""
+        """Makes a snapshot the first to be given up."""
         if name in self._place_of:
             self._place_of.move_to_end(name, last=False)
 

@@ -1,6 +1,6 @@
 """How likely each token of a draft is to be accepted: counted for every request, position by position, and begun from
 what is true of all requests together. The drafter's own probability would say more of the draft at hand, but little of
-the next one (docs/results.md: correlations of 0.5 and 0.13), and on a GPU the host shares out rows before it can have
+the next one (docs/diary.md: correlations of 0.5 and 0.13), and on a GPU the host shares out rows before it can have
 read it: whoever uses it must do so on the device."""
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Vocabulary:
         return [self._tokenizer.token_bytes(id) for id in range(self.size)]
 
     def words(self) -> Words:
-        """As compilers of grammars know it."""
+        """The vocabulary as compilers of grammars know it."""
         ids = [id for id in range(self.size) if id not in self.end_ids]
         silent = frozenset(id for id in ids if self._tokenizer.is_silent(id, skip_special_tokens=True))
         unused = frozenset(id for id in silent if self._tokenizer.is_silent(id, skip_special_tokens=False))

@@ -144,7 +144,7 @@ class Watchdog:
     # one request
 
     def _bury(self, standing: Standing, bucket: Bucket, fields: dict[str, Any]) -> None:
-        """It has died."""
+        """A request's drafts are no longer accepted: it is rebuilt, or rests."""
         if standing.on_trial and standing.rest == 0:  # the rebuild has not helped
             bucket.failed_rebuilds += 1
         helpful = bucket.failed_rebuilds < MAX_FAILED_REBUILDS or self._lives(bucket.average)

@@ -3,7 +3,7 @@ computed with as it is: numbers are widened where they are used. What it stands 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -94,7 +94,7 @@ def _fp4(numbers: Tensor) -> Tensor:
     return table[numbers.int()]
 
 
-_NUMBERS = {
+_NUMBERS: dict[Kind, Callable[[Tensor], Tensor]] = {
     Kind.INT4: lambda numbers: numbers.float() - 8,
     Kind.UINT4: lambda numbers: numbers.float(),
     Kind.FP4: _fp4,

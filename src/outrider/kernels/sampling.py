@@ -6,6 +6,7 @@ from torch import Tensor
 
 from outrider.kernels import native
 from outrider.kernels.dispatch import use_native, use_triton
+from outrider.kernels.filters import without_dropped
 from outrider.types import Sampling
 
 GREEDY_TEMPERATURE = 1e-5  # at or under it, a request is greedy
@@ -55,6 +56,8 @@ def choose(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, 
     `ids` [V] gives the target's id of each column where the columns are a reduced vocabulary; the result is in
     target ids. Drafters call this too: with the same noise their choice coincides with the target's most often.
     """
+    if sampling.extra and not sampling.greedy:
+        logits = without_dropped(logits, sampling, rows, GREEDY_TEMPERATURE)
     if use_triton(logits):
         return _choose_triton(logits, sampling, rows, positions, ids)
     best = argmax(logits)

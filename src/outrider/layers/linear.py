@@ -31,7 +31,7 @@ def empty_matrix(num_rows: int, num_columns: int) -> nn.Parameter:
 
 
 def give_memory(parameter: nn.Parameter) -> None:
-    """To one that was deferred."""
+    """Allocates the weight of a layer that was built without memory."""
     if parameter.dim() == 2 and parameter.stride() == (0, 0):
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 

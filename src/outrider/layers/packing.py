@@ -48,7 +48,7 @@ def share_blocks(module: nn.Module, blocks: Mapping[nn.Parameter, Packed | Quant
     for layer in packable(module):
         found = blocks.get(layer.weight)
         if found is not None and not (isinstance(layer, Embedding) and isinstance(found, Quantised)):
-            layer.packed = found  # type: ignore[assignment]
+            layer.packed = found
 
 
 def round_matrices(module: nn.Module, kind: Kind) -> None:

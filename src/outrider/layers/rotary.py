@@ -20,7 +20,7 @@ class Rotary:
 
     @classmethod
     def none(cls) -> "Rotary":
-        """For attention that knows no positions: nothing is turned."""
+        """The rotary tables of attention that knows no positions: nothing is turned."""
         return cls(torch.empty(0))
 
     @classmethod

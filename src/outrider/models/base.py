@@ -128,7 +128,7 @@ class Target(nn.Module):
         return self.head.weight is self.embed.weight
 
     def frame_weights(self, embed: str = "model.embed_tokens", norm: str = "model.norm") -> dict[str, Weight]:
-        """Where all that is no layer comes from."""
+        """The checkpoint tensors of embedding, final norm and head."""
         weights = {"embed.weight": Weight((f"{embed}.weight",)), "norm.weight": Weight((f"{norm}.weight",))}
         return weights if self.is_tied else {**weights, "head.weight": Weight(("lm_head.weight",))}
 

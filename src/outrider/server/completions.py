@@ -59,7 +59,7 @@ def prompts_of(body: CompletionRequest) -> list[str] | list[list[int]]:
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
-    return [prompt] if isinstance(prompt[0], int) else prompt  # type: ignore[return-value, list-item]
+    return [prompt] if isinstance(prompt[0], int) else prompt
 
 
 def _maker(service: Service, body: CompletionRequest, prompt: str | list[int]) -> Callable[[], Prompt]:

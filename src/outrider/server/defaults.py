@@ -23,7 +23,7 @@ class Defaults:
     seed: int | None = None  # of the server; None: every request has a fresh one
 
     def sampling(self) -> dict[str, float | int]:
-        """As arguments of SamplingParams."""
+        """The defaults of requests, as arguments of SamplingParams."""
         return {name: value for name, value in self.settings.items() if name != MAX_TOKENS}
 
     @property

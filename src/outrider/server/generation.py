@@ -121,7 +121,7 @@ class Service:
 
 
 def check_prompt_logprobs(num_tokens: int, params: SamplingParams) -> None:
-    """They are all kept until the answer is sent."""
+    """Refuses more log-probabilities of prompts than may be kept until the answer is sent."""
     most = params.prompt_logprobs
     if most is not None and num_tokens * params.n * (most + 1) > MAX_PROMPT_LOGPROBS:
         raise ValueError(f"log-probabilities of prompts are limited to {MAX_PROMPT_LOGPROBS} figures: ask for fewer")
@@ -231,7 +231,7 @@ async def finished(http: HttpRequest, service: Service, job: Job) -> list[Piece]
 
 
 def speculations_of(pieces: Sequence[Piece]) -> list[Speculation]:
-    """Of the sequences that have ended with these."""
+    """How drafting went for the sequences that have ended with these messages."""
     return [piece.ending.speculation for piece in pieces if piece.ending is not None]
 
 

@@ -86,7 +86,7 @@ class Opened:
 
 
 class Counts(NamedTuple):
-    """Of one sequence, so far."""
+    """What was drafted and accepted for one sequence so far."""
 
     num_cached: int  # prompt tokens found in the cache
     num_predicted: int  # draft tokens from its prediction

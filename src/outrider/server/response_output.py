@@ -117,7 +117,7 @@ class ResponseOutput:
 
 
 def _copy(value: Any) -> Any:
-    """As it is now: it will be written on."""
+    """An item as it is now: the original will be written on."""
     if isinstance(value, dict):
         return {name: _copy(each) for name, each in value.items()}
     return [_copy(each) for each in value] if isinstance(value, list) else value

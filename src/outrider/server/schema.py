@@ -96,7 +96,7 @@ class TextPart(Lenient):
 
 
 class RefusalPart(Lenient):
-    """Of an answer by another model."""
+    """A refusal in an answer of another model, sent back in a conversation."""
 
     type: Literal["refusal"]
     refusal: Text

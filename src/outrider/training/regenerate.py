@@ -137,7 +137,7 @@ def _given(conversation: Conversation, tokenizer: Tokenizer, chat: bool) -> Text
         tokens = tokenizer.encode(text)
         return Text.of(tokens, [True] * len(tokens))
     messages: list[dict[str, str]] = []
-    tokens, said, shown = [], [], ""  # type: ignore[var-annotated]
+    tokens, said, shown = [], [], ""
     for role, content in conversation.messages:
         if role == "assistant":  # the header is not its own
             ids, shown = _more(tokenizer, messages, shown, ChatOptions())

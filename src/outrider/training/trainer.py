@@ -123,7 +123,7 @@ class Trainer:
         for part in numbered[self.world.rank :: self.world.size].tensor_split(self.lessons.parts):
             if len(part):
                 loss = self.loss(self.rows.take(part[:, 0]), part[:, 1])
-                loss.total.backward()  # type: ignore[no-untyped-call]
+                loss.total.backward()
                 losses.append(loss)
         counts = [sum((getattr(each, name) for each in losses[1:]), start=getattr(losses[0], name).detach())
                   for name in ("weight", "agreed", "asked", "total")]  # fmt: skip

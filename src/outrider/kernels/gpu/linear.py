@@ -143,7 +143,7 @@ def is_faster(num_rows: int, weight: Tensor) -> bool:
 
 
 def tile_for(num_columns: int, inner: int, gated: bool) -> Tile:
-    """Measured on an H200 with 8 rows in bfloat16 (docs/results.md). The order of a sum is the same in all of them."""
+    """Measured on an H200 with 8 rows in bfloat16 (docs/diary.md). The order of a sum is the same in all of them."""
     if num_columns * inner < SMALL:
         if gated:
             return Tile(32, 64, 6, 4, ahead=512)

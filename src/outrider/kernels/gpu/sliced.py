@@ -297,7 +297,7 @@ def linear(
 
 
 def tile_for(num_rows: int, inner: int, num_parts: int, gated: bool, exact: bool, num_bytes: int) -> Tile:
-    """Measured on an H200 (docs/results.md). Only the number of slices changes the order of a sum."""
+    """Measured on an H200 (docs/diary.md). Only the number of slices changes the order of a sum."""
     block_m = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
     slices = 8 if num_parts > 1 and inner >= LONG and block_m < 32 and not exact and not gated else 4
     block_n = 16 if block_m == 8 or (gated and num_parts < 4) else 32

@@ -58,7 +58,7 @@ def sequence(*parts: Format) -> Format:
 
 
 def tag(begin: Format, content: Format, end: Format) -> Format:
-    """In a tag, texts stand as they are."""
+    """A structural tag's text, which stands as it is."""
     begin, end = (each["value"] if each["type"] == "const_string" else each for each in (begin, end))
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 

@@ -37,7 +37,7 @@ def long_id() -> str:
 
 
 def short_id() -> str:
-    """As Mistral's templates demand."""
+    """A call's id of nine letters and digits, as Mistral's templates demand."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(ID_LEN))
 
 
@@ -101,7 +101,7 @@ class ToolParser(Scanner):
 
     @property
     def index(self) -> int:
-        """Of the call that is being read."""
+        """The number of the call that is being read."""
         return self._num_calls
 
     def schema_of(self, name: str) -> Mapping[str, Any]:
