@@ -22,7 +22,7 @@ LAYERS = [
     {"preflight"},
     {"pair"},
     {"llm_arguments"},
-    {"llm", "matrix", "options"},
+    {"llm", "matrix", "options", "worker"},
     {"console", "conversation", "measure"},
     {"certify", "bench", "doctor", "server"},
     {"async_llm"},

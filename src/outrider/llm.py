@@ -74,6 +74,7 @@ class LLM:
         quantization: str | None = None,
         exact: bool = False,
         threads: int | None = None,
+        tensor_parallel_size: int = 1,
         progress: Progress | None = None,
         **others: Any,
     ) -> None:
@@ -108,6 +109,7 @@ class LLM:
             quantization=quantization,
             exact=exact,
             threads=threads,
+            tensor_parallel_size=tensor_parallel_size,
         )
         self.config = replace(chosen, **settings)
         self.startup = StartupTimes()

@@ -145,7 +145,7 @@ LLM = Rules(
     refused=[
         Refused(
             {
-                **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), (1,)),
+                **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), (1,)),
                 **dict.fromkeys(("prefill_context_parallel_size", "decode_context_parallel_size", "nnodes"), (1,)),
                 **dict.fromkeys(("node_rank", "data_parallel_rank", "data_parallel_start_rank"), (0,)),
                 **dict.fromkeys(("enable_expert_parallel", "enable_eplb", "enable_dbo", "enable_elastic_ep"), (False,)),
@@ -269,7 +269,7 @@ SPECULATIVE = Rules(
         ),
     ],
     refused=[
-        Refused({"draft_tensor_parallel_size": (1,), "tensor_parallel_size": (1,)}, _ONE_DEVICE),
+        Refused({"tensor_parallel_size": (1,)}, _ONE_DEVICE),
         Refused({"rejection_sample_method": ("standard",)}, "a draft token stands where it is the target's own choice"),
         Refused({"kv_cache_dtype": ("auto",)}, "the drafter's cache is the target's"),
         Refused({"revision": (), "code_revision": ()}, "give the directory of that revision as model"),

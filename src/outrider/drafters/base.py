@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
+from outrider.kernels.collective import Ranks
 from outrider.kernels.round import Catching, extension_rows, shift_taps
 from outrider.kernels.sampling import choose
 from outrider.models.base import Target
@@ -30,6 +31,7 @@ class Drafter(nn.Module):
     from_text = False  # it has no layers and reads tokens only, so that it can go before another in a combination
     lives_in_target = False  # without a checkpoint of its own, its weights are in the target's
     drafts_in_parallel = False  # it knows what to do with parallel_drafting
+    ranks: Ranks | None = None  # that run it together, where one process does not run it alone
     recordable = True  # propose() asks the host nothing, so that a round can be recorded and replayed
 
     @classmethod

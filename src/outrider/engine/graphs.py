@@ -307,7 +307,12 @@ class RecordedRound:
         self._graphs.buffers.guide(said)
         self._graphs.replay(self._keys[said is not None].choose)
 
-    def draft(self) -> Tensor:
+    @property
+    def number(self) -> int:
+        return 0
+
+    def draft(self, width: int = 0) -> Tensor:
+        assert not width, "rounds of several ranks are not recorded"
         outcomes = self._graphs.replay(self._keys[0].draft).outcomes
         assert outcomes is not None
         return outcomes

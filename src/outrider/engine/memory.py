@@ -181,7 +181,7 @@ def _room(config: EngineConfig, demand: Demand, weight_bytes: int, state_bytes: 
     least = config.kv_cache_memory or demand.page_bytes(config.page_size)
     if config.torch_device.type == "cpu":
         left = free_bytes() - weight_bytes - state_bytes
-        room = int(left * CACHE_SHARE)
+        room = int(left * CACHE_SHARE / config.num_ranks)
         remedy = "use a smaller model, or free memory"
     else:
         left = room = _left_on_gpu(config, demand, weight_bytes) - state_bytes

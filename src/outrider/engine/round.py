@@ -7,15 +7,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from outrider.engine.drafting import Drafting
 from outrider.engine.sampler import sample
 from outrider.engine.upload import upload
 from outrider.engine.verify import SyntheticChoice
+from outrider.kernels.collective import Ranks
 from outrider.kernels.round import judge, write_outcome
 from outrider.models.base import Target
-from outrider.types import Guidance, Hidden, Step, Verdict
+from outrider.types import Draft, Guidance, Hidden, Step, Verdict
 
 
 @dataclass(frozen=True)
@@ -23,17 +25,25 @@ class Pass:
     """What the target computed in a round."""
 
     hidden: Hidden
-    logits: Tensor  # [L, V] of the judged rows
+    logits: Tensor  # [L, V] of the judged rows; where ranks share the vocabulary, of this one's ids
 
 
 class Round:
-    def __init__(self, target: Target, drafting: Drafting, synthetic_choice: SyntheticChoice | None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafting: Drafting,
+        synthetic_choice: SyntheticChoice | None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`ranks`: those that do the round together, where one does not do it alone."""
         self.target, self.drafting, self._synthetic_choice = target, drafting, synthetic_choice
+        self.ranks = ranks
 
     def forward(self, step: Step, out: Pass | None = None) -> Pass:
         """`out`: where to put what it computes, as far as the other parts need it."""
         hidden = self.target(step.batch, self.drafting.taps(step.shape), out.hidden.taps if out is not None else None)
-        logits = self.target.logits(hidden.last[step.judged], out.logits if out is not None else None)
+        logits = self.target.own_logits(hidden.last[step.judged], out.logits if out is not None else None)
         if out is not None and self.drafting.drafter is not None:
             out.hidden.last.copy_(hidden.last)
         return Pass(hidden, logits)
@@ -41,14 +51,29 @@ class Round:
     def choose(self, step: Step, logits: Tensor, out: Verdict | None = None) -> Verdict:
         """The target's own tokens, and how much of the drafts they agree with; committed. Writes over the logits where
         a grammar forbids something. `out`: where to put the verdict."""
-        choice = sample(logits, step)
+        choice = sample(logits, step, self.target.head.columns)
         if self._synthetic_choice is not None and step.shape.max_drafts:
             choice = self._synthetic_choice(choice, step)
         return judge(step, choice, out)
 
-    def draft(self, step: Step, hidden: Hidden, verdict: Verdict) -> Tensor:
-        """A draft for the next round, kept; what the host must know is written down, [B, ...]: see write_outcome()."""
-        return write_outcome(step, verdict, self.drafting.draft(step, hidden, verdict))
+    def draft(self, step: Step, hidden: Hidden, verdict: Verdict, width: int = 0) -> Tensor:
+        """A draft for the next round, kept; what the host must know is written down, [B, ...]: see write_outcome().
+        `width`: of the draft, where other ranks have a part in it."""
+        draft = self.drafting.draft(step, hidden, verdict)
+        if self.ranks is not None and width:
+            draft = _of_first_rank(self.ranks, draft, len(step.batch.slots), width)
+        return write_outcome(step, verdict, draft)
+
+
+def _of_first_rank(ranks: Ranks, draft: Draft | None, num_requests: int, width: int) -> Draft:
+    """Rank 0 alone knows what a request predicts, and what was said before; and what it drafts is the draft of all."""
+    if ranks.rank == 0:
+        assert draft is not None
+        ranks.from_rank(0, torch.cat([draft.tokens, draft.count[:, None]], dim=1))
+        return draft
+    device = torch.device("cpu") if draft is None else draft.tokens.device
+    told = ranks.from_rank(0, torch.zeros(num_requests, width + 1, dtype=torch.long, device=device))
+    return Draft(told[:, :width].contiguous(), told[:, width].contiguous())
 
 
 class RoundParts(Protocol):
@@ -70,8 +95,13 @@ class RoundParts(Protocol):
         """`said`: what grammars say, on the host; see Guidance.of()."""
         ...
 
-    def draft(self) -> Tensor:
-        """The outcomes, on the device."""
+    def draft(self, width: int = 0) -> Tensor:
+        """The outcomes, on the device. `width`: of the draft, where other ranks have a part in it."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """Of the round, where other ranks are told of it."""
         ...
 
 
@@ -80,6 +110,10 @@ class EagerRound:
 
     def __init__(self, parts: Round, step: Step) -> None:
         self._parts, self._step = parts, step
+
+    @property
+    def number(self) -> int:
+        return self._step.number
 
     @property
     def logits(self) -> Tensor:
@@ -97,5 +131,5 @@ class EagerRound:
             self._step.guidance = Guidance.of(*(upload(each, self.logits.device) for each in said))
         self._verdict = self._parts.choose(self._step, self.logits)
 
-    def draft(self) -> Tensor:
-        return self._parts.draft(self._step, self.hidden, self._verdict)
+    def draft(self, width: int = 0) -> Tensor:
+        return self._parts.draft(self._step, self.hidden, self._verdict, width)

@@ -26,7 +26,7 @@ class Block(nn.Module):
     def is_plain(self) -> bool:
         """Whether the native block knows how to compute it."""
         mlp, attention = self.mlp, self.attention
-        gated = type(mlp) is GatedMLP and mlp.activation is silu_mul
+        gated = type(mlp) is GatedMLP and mlp.activation is silu_mul and attention.ranks is None
         return gated and type(attention) is SelfAttention and attention.shape.is_plain and not self.mlp_norm.offset
 
     def run(self, residual: Tensor, inputs: Tensor, batch: Batch) -> Tensor:

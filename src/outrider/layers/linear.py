@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from outrider.kernels.linear import linear, silu_linear
 from outrider.kernels.packed import Packed
 from outrider.kernels.quantised import Quantised
+from outrider.layers.split import Share, current_ranks, cut, whole
 
 _is_deferred = False
 
@@ -43,17 +44,34 @@ def take_memory(parameter: nn.Parameter) -> None:
 
 
 class Linear(nn.Module):
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+    """Sizes that are a Share say how it is split over ranks: of outputs each rank computes its own, of inputs each has
+    its own, and the results are summed."""
+
+    def __init__(self, in_features: int | Share, out_features: int | Share, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = empty_matrix(out_features, in_features)
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        inputs, outputs = (each if isinstance(each, Share) else whole(each) for each in (in_features, out_features))
+        self.weight = empty_matrix(outputs.size, inputs.size)
+        self.bias = nn.Parameter(torch.empty(outputs.size)) if bias else None
         self.packed: Packed | Quantised | None = None
         self.exact = False
+        self.ranks = None if inputs.is_whole else current_ranks()  # that the results are summed over
+        cut(self.weight, *((0, outputs) if inputs.is_whole else (1, inputs)))
+        if self.bias is not None:
+            cut(self.bias, 0, outputs)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out], added to the residual if there is one."""
+        if self.ranks is not None:
+            return self._summed(x, residual)
         return linear(x, self.weight, self.bias, self.packed, residual=residual, exact=self.exact)
 
     def gated(self, x: Tensor) -> Tensor:
         """x [T, in] -> silu(first half) * second half of the output, [T, out / 2]."""
         return silu_linear(x, self.weight, self.bias, self.packed, exact=self.exact)
+
+    def _summed(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        assert self.ranks is not None
+        y = self.ranks.sum(linear(x, self.weight, None, self.packed, exact=self.exact))
+        if self.bias is not None:
+            y = y + self.bias
+        return y if residual is None else residual + y

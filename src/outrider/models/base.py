@@ -120,6 +120,10 @@ class Target(nn.Module):
         """[R, H] before the final norm -> [R, V]; `out`: where to put them."""
         return self.head(self.norm(last), out)
 
+    def own_logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
+        """The same of the ids that this rank has, where ranks share the vocabulary: see Head."""
+        return self.head.own_logits(self.norm(last), out)
+
     def weights(self) -> dict[str, Weight]:
         """Every parameter's name, and the checkpoint tensors it is made of."""
         raise NotImplementedError

@@ -1,0 +1,70 @@
+"""A rank other than the first: opens what it is told to, and follows. Rank 0 starts it: `python -m outrider.worker`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from outrider.config import config_from_json
+from outrider.engine.follower import Follower
+from outrider.engine.team import Team, join
+from outrider.pair import open_pair
+
+
+def main() -> None:
+    """Ends with the process that started it, however that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    told = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_starter, name="outrider-starter", daemon=True).start()
+    rank, size, device = told["rank"], told["size"], told["device"]
+    store = dist.FileStore(f"{told['directory']}/store", size)
+    store.set(f"begun-{rank}", "1")
+    status = 1
+    try:
+        serve(join(store, rank, size, told["secret"], device, own_devices=told["own_devices"]), device)
+        status = 0
+    except BaseException:
+        if os.getppid() > 1:  # otherwise nobody is there to read it
+            traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _end_with_starter() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def serve(team: Team, device: str) -> None:
+    """One engine after another."""
+    while True:
+        message, _ = team.channel.receive()
+        if message["do"] == "end":
+            return
+        follow(team, message["config"], device)
+
+
+def follow(team: Team, config: dict[str, object], device: str) -> None:
+    """What cannot be opened, rank 0 hears of, and says."""
+    try:
+        engine, _ = open_pair(replace(config_from_json(config), device=device), None, team=team)
+    except ValueError:
+        return
+    try:
+        Follower(engine, team.channel).run()
+    finally:
+        with torch.inference_mode():
+            engine.close()
+
+
+if __name__ == "__main__":
+    main()
