@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,23 +14,22 @@ from outrider.kernels.collective import Ranks
 
 UNIT = 16  # widths are split into multiples of it, where that is possible
 
-_ranks: Ranks | None = None
+_ranks: ContextVar[Ranks | None] = ContextVar("ranks", default=None)
 
 
 @contextmanager
 def split_over(ranks: Ranks | None) -> Iterator[None]:
     """Layers made inside are split over these ranks; None: they are whole."""
-    global _ranks
-    before, _ranks = _ranks, ranks
+    token = _ranks.set(ranks)
     try:
         yield
     finally:
-        _ranks = before
+        _ranks.reset(token)
 
 
 def current_ranks() -> Ranks | None:
     """Those that layers made now are split over."""
-    return _ranks
+    return _ranks.get()
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ def whole(count: int) -> Share:
     return Share(count, ((0, count),))
 
 
-def equal_share(count: int, what: str, ranks: Ranks | None = None) -> Share:
+def equal_share(count: int, what: str) -> Share:
     """Of things that cannot be cut, and of which every rank has as many: heads, groups."""
-    ranks = ranks or _ranks
+    ranks = current_ranks()
     if ranks is None:
         return whole(count)
     if count % ranks.size:
@@ -80,9 +80,10 @@ def equal_share(count: int, what: str, ranks: Ranks | None = None) -> Share:
 
 def width_share(count: int, what: str) -> Share:
     """Of a width that may be cut anywhere: about as much for every rank."""
-    if _ranks is None:
+    ranks = current_ranks()
+    if ranks is None:
         return whole(count)
-    rank, size = _ranks.rank, _ranks.size
+    rank, size = ranks.rank, ranks.size
     if count < size:
         raise ValueError(f"config.json: {what} = {count} cannot be split over {size} ranks (tensor_parallel_size)")
     unit = UNIT if count % UNIT == 0 and count // UNIT >= size else 1
@@ -90,15 +91,15 @@ def width_share(count: int, what: str) -> Share:
     return Share(count, ((rank * num_units // size * unit, (rank + 1) * num_units // size * unit),))
 
 
-def key_share(num_heads: int, num_kv_heads: int, ranks: Ranks | None = None) -> Share:
+def key_share(num_heads: int, num_kv_heads: int) -> Share:
     """The key/value heads that a rank's query heads look at, so that these are shared out among them evenly: its part
     of them; the one that all look at; or else, one for each query head."""
-    ranks = ranks or _ranks
+    ranks = current_ranks()
     if ranks is None:
         return whole(num_kv_heads)
     if num_kv_heads % ranks.size == 0:
-        return equal_share(num_kv_heads, "num_key_value_heads", ranks)
-    ((begin, end),) = equal_share(num_heads, "num_attention_heads", ranks).ranges
+        return equal_share(num_kv_heads, "num_key_value_heads")
+    ((begin, end),) = equal_share(num_heads, "num_attention_heads").ranges
     group = num_heads // num_kv_heads
     seen = [head // group for head in range(begin, end)]
     if len(set(seen)) == 1:
@@ -108,10 +109,11 @@ def key_share(num_heads: int, num_kv_heads: int, ranks: Ranks | None = None) -> 
 
 def vocabulary_share(count: int) -> tuple[Share, int]:
     """The ids that a rank has; and how many rows they take, the same number on all ranks: the last ones are padding."""
-    if _ranks is None:
+    ranks = current_ranks()
+    if ranks is None:
         return whole(count), count
-    each = -(-count // _ranks.size)
-    begin = min(_ranks.rank * each, count)
+    each = -(-count // ranks.size)
+    begin = min(ranks.rank * each, count)
     return Share(count, ((begin, min(begin + each, count)),)), each
 
 

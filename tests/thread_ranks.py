@@ -1,0 +1,142 @@
+"""Ranks as threads of one process: all that ranks do but start, at the price of a thread. What carries their tensors is
+a meeting of threads instead of sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from outrider.config import EngineConfig, config_to_json
+from outrider.engine.channel import Channel
+from outrider.engine.team import Team
+from outrider.kernels.collective import Ranks
+from outrider.worker import follow
+
+SECONDS = 60.0  # that ranks wait for each other
+Value = TypeVar("Value")
+
+
+class Meeting:
+    """Where ranks lay down their tensors and pick up each other's."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=SECONDS)
+        self._laid: dict[int, Tensor] = {}
+
+    def meet(self, rank: int, laid: Tensor, pick_up: Callable[[dict[int, Tensor]], None]) -> None:
+        self._laid[rank] = laid
+        self._barrier.wait()
+        pick_up(self._laid)
+        self._barrier.wait()
+
+    def break_up(self) -> None:
+        self._barrier.abort()
+
+
+class ThreadGroup:
+    """A process group's place, for one rank."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+
+    def _allgather_base(self, output: Tensor, values: Tensor) -> ThreadGroup:
+        def pick_up(laid: dict[int, Tensor]) -> None:
+            assert len({each.shape for each in laid.values()}) == 1, "ranks speak of different things"
+            output.copy_(torch.cat([laid[rank] for rank in sorted(laid)]))
+
+        self._meeting.meet(self._rank, values, pick_up)
+        return self
+
+    def broadcast(self, tensor: Tensor, root: int) -> ThreadGroup:
+        def pick_up(laid: dict[int, Tensor]) -> None:
+            assert laid[root].shape == tensor.shape, "ranks speak of different things"
+            if self._rank != root:
+                tensor.copy_(laid[root])
+
+        self._meeting.meet(self._rank, tensor, pick_up)
+        return self
+
+    def wait(self) -> None:
+        """All has happened already."""
+
+
+def thread_teams(size: int) -> tuple[list[Team], list[Meeting]]:
+    meetings = [Meeting(size), Meeting(size)]
+    teams = []
+    for rank in range(size):
+        tensors, control = (Ranks(rank, size, ThreadGroup(meeting, rank)) for meeting in meetings)
+        teams.append(Team(tensors, Channel(control)))
+    return teams, meetings
+
+
+def on_ranks(size: int, work: Callable[[Ranks], Value]) -> list[Value]:
+    """What every rank finds."""
+    found: dict[int, Value] = {}
+    errors: list[BaseException] = []
+    teams, meetings = thread_teams(size)
+
+    def run(team: Team) -> None:
+        try:
+            found[team.ranks.rank] = work(team.ranks)
+        except BaseException as error:
+            errors.append(error)
+            for meeting in meetings:
+                meeting.break_up()
+
+    threads = [threading.Thread(target=run, args=(team,)) for team in teams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [found[rank] for rank in range(size)]
+
+
+class ThreadWorkers:
+    """Stands for Workers: followers are threads."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.size = config.num_ranks
+        self._teams, self._meetings = thread_teams(self.size)
+        self.team = self._teams[0]
+        self._threads: list[threading.Thread] = []
+        self.errors: list[BaseException] = []
+
+    def open(self, config: EngineConfig) -> None:
+        self._threads = [threading.Thread(target=self._follow, args=(team, config)) for team in self._teams[1:]]
+        for thread in self._threads:
+            thread.start()
+
+    def _follow(self, team: Team, config: EngineConfig) -> None:
+        try:
+            follow(team, config_to_json(config), "cpu")
+        except BaseException as error:
+            self.errors.append(error)
+            for meeting in self._meetings:
+                meeting.break_up()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        try:
+            with nullcontext():
+                yield
+        except threading.BrokenBarrierError:
+            raise (self.errors or [AssertionError("a rank did not come")])[0] from None
+        except BaseException:
+            for meeting in self._meetings:
+                meeting.break_up()
+            raise
+
+    def on_lost(self, hear: Any) -> None:
+        """Threads are not lost."""
+
+    def end(self) -> None:
+        for thread in self._threads:
+            thread.join(SECONDS)
