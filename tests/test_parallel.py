@@ -14,6 +14,7 @@ from thread_ranks import ThreadWorkers
 
 from outrider import LLM, SamplingParams, pair
 from outrider.engine import engine
+from outrider.engine.policy import FixedDepth
 from outrider.llm import total_speculation
 
 # greedy and seeded requests in the same rounds
@@ -67,3 +68,94 @@ def test_every_family(family: str, target_path: Callable[..., Path]) -> None:
     outputs = generated(path, settings, tensor_parallel_size=2)
     assert ids(outputs) == expected
     assert total_speculation(outputs).accepted > 0
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.7, "logprobs": 3},
+    {"temperature": 1.0, "top_k": 5, "frequency_penalty": 0.6, "prompt_logprobs": 2},
+    {"temperature": 1.7, "min_p": 0.1, "logit_bias": {5: 3.0, 9: -50.0, 250: 4.0}},
+    {"temperature": 0.7, "bad_words": ([7], [7, 9], [200], [11, 130])},
+    {"temperature": 1.2, "allowed_token_ids": [*range(2, 40), *range(120, 150), 255]},
+    {"temperature": 0.5, "min_tokens": 6, "stop_token_ids": tuple(range(60, 200)), "ignore_eos": False},
+    {"temperature": 0.9, "top_p": 0.5, "repetition_penalty": 0.8, "n": 2},
+    {"temperature": 0.0, "prediction": tuple(range(20, 60))},
+]
+
+
+@pytest.mark.parametrize("vocab_size", [256, 257])
+def test_every_sampling_option(vocab_size: int, target_path: Callable[..., Path]) -> None:
+    """On a vocabulary of which each rank has a part, padded or not; all options beside each other, and each alone."""
+    path = target_path("llama", vocab_size=vocab_size)
+    drafter = str(target_path("llama", vocab_size=vocab_size, num_hidden_layers=3))
+    settings = fixed({"method": "draft_model", "model": drafter, "num_speculative_tokens": 3})
+    params = [SamplingParams(**{"max_tokens": 12, "seed": 3, "ignore_eos": True, **each}) for each in OPTIONS]
+    prompts = make_prompts(len(params))
+    found = []
+    for size in (1, 2):
+        with LLM(path, settings, tensor_parallel_size=size, **SMALL) as llm:
+            together = llm.generate(prompts, params)
+            alone = [llm.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
+        assert ids(together) == ids(alone)
+        found.append(together)
+    for one, two in zip(*found, strict=True):
+        assert ids([one]) == ids([two])
+        assert [each.finish_reason for each in one.outputs] == [each.finish_reason for each in two.outputs]
+        for left, right in zip(
+            [*(one.outputs[0].logprobs or []), *(one.prompt_logprobs or [])],
+            [*(two.outputs[0].logprobs or []), *(two.prompt_logprobs or [])],
+            strict=True,
+        ):
+            assert (left or {}).keys() == (right or {}).keys()
+            assert all(abs(left[token].logprob - right[token].logprob) < 1e-4 for token in left or {})
+
+
+def test_traffic(target_path: Callable[..., Path]) -> None:
+    """Prompts in chunks, requests that come and go and start over, pages that are found again."""
+    path, prompts = target_path("llama"), make_prompts(10)
+    again = [prompt + prompt for prompt in prompts[:4]]
+    options = {**SMALL, "max_num_seqs": 4, "max_num_batched_tokens": 9, "max_model_len": 64}
+    with LLM(path, None, **options) as llm:
+        options["kv_cache_memory"] = llm.budget.page_bytes * 24
+    found = []
+    for size in (1, 2, 1):
+        settings = {"method": "ngram", "prompt_lookup_min": 1} if size == 2 else None
+        with LLM(path, settings, tensor_parallel_size=size, **options) as llm:
+            params = SamplingParams(max_tokens=20, temperature=0.8, seed=2, ignore_eos=True)
+            found.append(ids(llm.generate(prompts, params)) + ids(llm.generate(again, params)))
+            assert llm.engine.scheduler.num_preemptions > 0
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_a_drafter_that_rests(method: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """What it has missed, it sees later on all ranks."""
+    path, prompts = target_path("llama"), make_prompts(2)
+    settings = fixed(drafter_settings(method, tmp_path, target_path, "llama"))
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, trace=True)
+    found = []
+    for size in (1, 2):
+        with LLM(path, settings, tensor_parallel_size=size, **SMALL) as llm:
+            requests = [request for prompt in prompts for request in llm.requests_for(prompt, params, 0)]
+            for request in requests:
+                llm.engine.add(request)
+            llm.engine.step()
+            resting = FixedDepth(0)
+            with_drafts, llm.engine.drafting.policy = llm.engine.drafting.policy, resting
+            for _ in range(6):
+                llm.engine.step()
+            llm.engine.drafting.policy = with_drafts
+            while llm.engine.has_work:
+                llm.engine.step()
+        found.append([(request.tokens, request.trace) for request in requests])
+    assert found[0] == found[1]
+    assert any(entry["draft"] for _, trace in found[0] for entry in trace)
+
+
+def test_what_cannot_be_split_is_named(target_path: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match="num_attention_heads = 4 cannot be split over 3 ranks"):
+        LLM(target_path("llama"), None, tensor_parallel_size=3, **SMALL)
+    with pytest.raises(ValueError, match=r"n_groups = 2 cannot be split over 3 ranks"):
+        LLM(target_path("nemotron_h"), None, tensor_parallel_size=3, **SMALL)
+    with pytest.raises(ValueError, match="draft_tensor_parallel_size must be 1 or 2"):
+        settings = {"method": "draft_model", "model": str(target_path("llama")), "draft_tensor_parallel_size": 3}
+        LLM(target_path("llama"), settings, tensor_parallel_size=2, **SMALL)

@@ -195,7 +195,7 @@ def _open_with_workers(config: EngineConfig, progress: Progress | None, startup:
     with startup.timed("ranks"):
         workers = take_workers(config)
     try:
-        with workers.watched():
+        with workers.watched(ValueError):  # which all ranks have heard of
             device, _ = device_for(config, 0, workers.size)
             workers.open(config)
             engine, budget = open_pair(replace(config, device=device), progress, startup, workers.team)

@@ -23,6 +23,7 @@ PARAMS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "max_tokens", "logit_bias", "allowed_token_ids", "stop_token_ids"),
 )
+LISTS = ("allowed_token_ids", "stop_token_ids")
 
 
 class Orders:
@@ -75,7 +76,10 @@ class Orders:
             "slot": request.slot,
             "tokens": request.tokens,
             "prompt_len": len(request.prompt),
-            "params": {name: params[name] for name in PARAMS},
+            "params": {
+                name: list(params[name]) if name in LISTS and params[name] is not None else params[name]
+                for name in PARAMS
+            },
             "seed": request.seed,
             "end_ids": sorted(request.end_ids),
             "bad_words": request.bad_words,

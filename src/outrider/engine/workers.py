@@ -97,12 +97,14 @@ class Workers:
         self._heard.append(hear)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """What goes wrong inside leaves ranks waiting for each other, so the engine ends with it. Where a rank has
-        ended, that is what is said."""
+    def watched(self, *harmless: type[BaseException]) -> Iterator[None]:
+        """What goes wrong inside leaves ranks waiting for each other, so the engine ends with it, but for what is
+        harmless. Where a rank has ended, that is what is said."""
         self.check()
         try:
             yield
+        except harmless:
+            raise
         except BaseException as error:
             deadline = time.monotonic() + 1.0  # a connection breaks before the process is known to have ended
             while isinstance(error, RuntimeError) and self._lost is None and time.monotonic() < deadline:
