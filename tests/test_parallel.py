@@ -156,6 +156,6 @@ def test_what_cannot_be_split_is_named(target_path: Callable[..., Path]) -> None
         LLM(target_path("llama"), None, tensor_parallel_size=3, **SMALL)
     with pytest.raises(ValueError, match=r"n_groups = 2 cannot be split over 3 ranks"):
         LLM(target_path("nemotron_h"), None, tensor_parallel_size=3, **SMALL)
+    settings = {"method": "draft_model", "model": str(target_path("llama")), "draft_tensor_parallel_size": 3}
     with pytest.raises(ValueError, match="draft_tensor_parallel_size must be 1 or 2"):
-        settings = {"method": "draft_model", "model": str(target_path("llama")), "draft_tensor_parallel_size": 3}
         LLM(target_path("llama"), settings, tensor_parallel_size=2, **SMALL)

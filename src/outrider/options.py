@@ -27,6 +27,7 @@ _ADAPTIVE_HELP = "Always draft as much as possible, also where it does not pay."
 _THREADS_HELP = "Threads of the CPU. By default, one for every processor that others leave."
 _LENGTH_HELP = "Longest context, prompt and answer together; as 4096 or 4k."
 _QUANTIZATION_HELP = "How the target is quantised. On a GPU a dense one can be rounded to fp8 or int4."
+_RANKS_HELP = "Processes, each with a GPU if there are as many, that share every layer."
 _EXACT_HELP = "On a GPU: the bits of a token do not depend on what else is computed with it."
 _CHAT_HELP = "Put prompts through the chat template. By default, if the model has one."
 _PROMPTS_HELP = 'JSONL with "prompt", "turns" or "prompt_token_ids" on each line.'
@@ -49,6 +50,7 @@ Threads = Annotated[int | None, option(ENGINE, "--threads", metavar="N", help=_T
 Quantization = Annotated[str | None, option(ENGINE, "--quantization", metavar="NAME", help=_QUANTIZATION_HELP)]
 Exact = Annotated[bool, option(ENGINE, "--exact", help=_EXACT_HELP)]
 Eager = Annotated[bool, option(ENGINE, "--enforce-eager", help="On a GPU: no CUDA graphs.")]
+TensorParallelSize = Annotated[int, option(ENGINE, "--tensor-parallel-size", metavar="N", help=_RANKS_HELP, min=1)]
 PromptFile = Annotated[
     Path | None, typer.Option("--prompts", metavar="FILE", help=_PROMPTS_HELP, exists=True, dir_okay=False)
 ]
@@ -74,6 +76,7 @@ class EngineOptions:
     quantization: Quantization = None
     exact: Exact = False
     enforce_eager: Eager = False
+    tensor_parallel_size: TensorParallelSize = 1
 
     def named(self, model: str | None, drafter: str | None = None, *, needs_model: bool = True) -> EngineOptions:
         """With names that were given without an option's: `outrider serve MODEL`. Where no target is named, and one is
@@ -103,6 +106,7 @@ class EngineOptions:
             "quantization": self.quantization,
             "exact": self.exact,
             "enforce_eager": self.enforce_eager,
+            "tensor_parallel_size": self.tensor_parallel_size,
         }
         config = EngineConfig(
             model=target,
@@ -126,6 +130,7 @@ class EngineOptions:
             "--max-model-len": self.max_model_len,
             "--threads": self.threads,
             "--quantization": self.quantization,
+            "--tensor-parallel-size": self.tensor_parallel_size if self.tensor_parallel_size > 1 else None,
         }
         flags = {
             "--no-draft": self.no_draft,

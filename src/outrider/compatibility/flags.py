@@ -47,6 +47,7 @@ OWN = {
     "--block-size": "16 by default",
     "--enable-prefix-caching": "the default",
     "--enforce-eager": "",
+    "--tensor-parallel-size": "processes that share every layer, over NCCL or gloo; see parallel.md",
     "--speculative-config": "with adaptive, the default, as many tokens as are worth it",
     "--tool-call-parser": "by default read from the chat template",
     "--reasoning-parser": "by default read from the chat template",

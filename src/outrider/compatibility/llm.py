@@ -22,6 +22,7 @@ OWN = {
     "enable_prefix_caching": "",
     "enforce_eager": "",
     "quantization": "fp8 or int4: dense matrices are rounded at load, on a GPU; else checked against the checkpoint",
+    "tensor_parallel_size": "processes that share every layer, over NCCL or gloo; see parallel.md",
     "speculative_config": "docs/doctor.md; with adaptive, as many tokens as are worth it",
     "chat_template": "text, or a file that holds it",
     "generation_config": "auto, vllm, or a directory",
@@ -37,7 +38,7 @@ def _is_xgrammar(config: Any) -> bool:
     return isinstance(config, Mapping) and all(value in taken.get(name, ()) for name, value in config.items())
 
 
-_ONE_DEVICE = "one engine uses one device: start one for each, or a smaller model"
+_ONE_DEVICE = "an engine is one group of ranks on one machine: see tensor_parallel_size, or start several"
 _NO_LORA = "LoRA adapters are not supported: merge the adapter into the weights"
 _NO_CODE = "no code but Outrider's own is ever run: leave it out; what can be loaded, `outrider matrix` says"
 _TEXT_ONLY = "models answer in text: use another engine for embeddings and scores"
@@ -269,7 +270,7 @@ SPECULATIVE = Rules(
         ),
     ],
     refused=[
-        Refused({"tensor_parallel_size": (1,)}, _ONE_DEVICE),
+        Refused({"tensor_parallel_size": (1,)}, "it is called draft_tensor_parallel_size"),
         Refused({"rejection_sample_method": ("standard",)}, "a draft token stands where it is the target's own choice"),
         Refused({"kv_cache_dtype": ("auto",)}, "the drafter's cache is the target's"),
         Refused({"revision": (), "code_revision": ()}, "give the directory of that revision as model"),

@@ -191,16 +191,16 @@ class Engine:
             return False
         parts, plan, flight.parts = flight.parts, flight.plan, None
         said = guidance_of(plan, flight.shape, 1 + max(self.lookahead, flight.shape.max_drafts))
-        width = 0
         if self.orders is not None:
-            width = self.drafting.draft_width(plan, flight.shape)
+            assert isinstance(parts, EagerRound)
+            parts.draft_width = width = self.drafting.draft_width(plan, flight.shape)
             self.orders.finish(parts.number, said, gathers=wants_logprobs(plan), draft_width=width)
         if wants_logprobs(plan):
             flight.logits = self.whole_logits(parts.logits)
         if wants_prompt_logprobs(plan):
             flight.hidden = parts.hidden
         parts.choose(said)
-        flight.outcomes, flight.landed = to_host(parts.draft(width))
+        flight.outcomes, flight.landed = to_host(parts.draft())
         return True
 
     def whole_logits(self, logits: Tensor) -> Tensor:

@@ -55,4 +55,5 @@ class Follower:
             self._engine.whole_logits(parts.logits)
         said = order["said"]
         parts.choose(None if said is None else (tensors[said[0]], tensors[said[1]]))
-        parts.draft(order["draft_width"])
+        parts.draft_width = order["draft_width"]
+        parts.draft()

@@ -307,12 +307,7 @@ class RecordedRound:
         self._graphs.buffers.guide(said)
         self._graphs.replay(self._keys[said is not None].choose)
 
-    @property
-    def number(self) -> int:
-        return 0
-
-    def draft(self, width: int = 0) -> Tensor:
-        assert not width, "rounds of several ranks are not recorded"
+    def draft(self) -> Tensor:
         outcomes = self._graphs.replay(self._keys[0].draft).outcomes
         assert outcomes is not None
         return outcomes

@@ -3,6 +3,7 @@ the same slot tables and pages, so an order is as small as what the host tells i
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,6 @@ PARAMS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "max_tokens", "logit_bias", "allowed_token_ids", "stop_token_ids"),
 )
-LISTS = ("allowed_token_ids", "stop_token_ids")
 
 
 class Orders:
@@ -76,10 +76,7 @@ class Orders:
             "slot": request.slot,
             "tokens": request.tokens,
             "prompt_len": len(request.prompt),
-            "params": {
-                name: list(params[name]) if name in LISTS and params[name] is not None else params[name]
-                for name in PARAMS
-            },
+            "params": {name: _plain(params[name]) for name in PARAMS},
             "seed": request.seed,
             "end_ids": sorted(request.end_ids),
             "bad_words": request.bad_words,
@@ -101,6 +98,11 @@ class Orders:
         orders, tensors = [*self._orders, order], self._tensors
         self._orders, self._tensors = [], []
         self._channel.send(orders, tensors)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: many ids are held as an array."""
+    return list(value) if isinstance(value, array) else value
 
 
 def placing_of(order: dict[str, Any], tensors: Sequence[Tensor]) -> Placing:

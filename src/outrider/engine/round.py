@@ -95,13 +95,8 @@ class RoundParts(Protocol):
         """`said`: what grammars say, on the host; see Guidance.of()."""
         ...
 
-    def draft(self, width: int = 0) -> Tensor:
-        """The outcomes, on the device. `width`: of the draft, where other ranks have a part in it."""
-        ...
-
-    @property
-    def number(self) -> int:
-        """Of the round, where other ranks are told of it."""
+    def draft(self) -> Tensor:
+        """The outcomes, on the device."""
         ...
 
 
@@ -110,9 +105,11 @@ class EagerRound:
 
     def __init__(self, parts: Round, step: Step) -> None:
         self._parts, self._step = parts, step
+        self.draft_width = 0  # tokens, where ranks have a part in it
 
     @property
     def number(self) -> int:
+        """Of the round, where other ranks are told of it."""
         return self._step.number
 
     @property
@@ -131,5 +128,5 @@ class EagerRound:
             self._step.guidance = Guidance.of(*(upload(each, self.logits.device) for each in said))
         self._verdict = self._parts.choose(self._step, self.logits)
 
-    def draft(self, width: int = 0) -> Tensor:
-        return self._parts.draft(self._step, self.hidden, self._verdict, width)
+    def draft(self) -> Tensor:
+        return self._parts.draft(self._step, self.hidden, self._verdict, self.draft_width)

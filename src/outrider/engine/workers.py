@@ -90,7 +90,11 @@ class Workers:
                 if process.poll() is not None:
                     self._lose(f"rank {rank} (process {process.pid}) {_ended(process.returncode)}")
         if self._lost is not None:
-            raise RankLostError(f"{self._lost}: the engine cannot go on without it; start it again")
+            raise self._error
+
+    @property
+    def _error(self) -> RankLostError:
+        return RankLostError(f"{self._lost}: the engine cannot go on, and must be started again")
 
     def on_lost(self, hear: Callable[[RankLostError], None]) -> None:
         """`hear` is called when one ends, by another thread."""
@@ -114,7 +118,7 @@ class Workers:
                 self._lose(f"a step broke off ({type(error).__name__})")
                 raise
             if isinstance(error, Exception):
-                self.check()
+                raise self._error from None
             raise
 
     def _find_ended(self) -> None:
@@ -131,7 +135,7 @@ class Workers:
         for process in self._processes:  # whoever waits for the one that is lost
             process.kill()
         for hear in self._heard:
-            hear(RankLostError(why))
+            hear(self._error)
 
     def end(self) -> None:
         """All of them, whatever they do."""
