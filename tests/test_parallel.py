@@ -159,3 +159,66 @@ def test_what_cannot_be_split_is_named(target_path: Callable[..., Path]) -> None
     settings = {"method": "draft_model", "model": str(target_path("llama")), "draft_tensor_parallel_size": 3}
     with pytest.raises(ValueError, match="draft_tensor_parallel_size must be 1 or 2"):
         LLM(target_path("llama"), settings, tensor_parallel_size=2, **SMALL)
+
+
+STAGED = {"ngram": "llama", "suffix": "llama", **FIRST}
+
+
+@pytest.mark.parametrize(("method", "family"), STAGED.items())
+def test_a_pipeline_with_every_drafter(
+    method: str, family: str, target_path: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Taps come from all stages, and the drafter drafts what it drafts where all layers are in one place."""
+    path = sample_target(method, tmp_path, target_path, family)
+    settings = fixed(drafter_settings(method, tmp_path, target_path, family))
+    traced = [SamplingParams(**{**vars(each), "trace": True}) for each in PARAMS]
+    alone, staged = (generated(path, settings, traced, pipeline_parallel_size=size) for size in (1, 2))
+    assert ids(staged) == ids(alone)
+    assert [output.outputs[0].trace for output in staged] == [output.outputs[0].trace for output in alone]
+    assert total_speculation(staged).drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "family", "method"),
+    [
+        ((1, 3), "nemotron_h", "eagle3"),
+        ((1, 3), "nemotron_h", "p_eagle"),
+        ((1, 3), "nemotron_h", "dflash"),
+        ((2, 2), "nemotron_h", "draft_model"),
+        ((2, 1), "gemma3", "eagle3"),
+        ((2, 1), "gemma4", "eagle3"),
+        ((2, 2), "gemma3", "eagle3"),
+        ((1, 2), "gemma4", "eagle3"),
+        ((1, 2), "deepseek_v3", "mtp"),
+        ((1, 3), "qwen3_moe", "eagle3"),
+        ((2, 2), "gpt_oss", "dflash"),
+        ((1, 3), "llama", "ngram+eagle3"),
+    ],
+)
+def test_stages_and_ranks_together(
+    sizes: tuple[int, int], family: str, method: str, target_path: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = sample_target(method, tmp_path, target_path, family)
+    settings = fixed(drafter_settings(method.rpartition("+")[2], tmp_path, target_path, family))
+    ranks, stages = sizes
+    found = [
+        generated(path, {**settings, "method": method}, tensor_parallel_size=each[0], pipeline_parallel_size=each[1])
+        for each in ((1, 1), (ranks, stages))
+    ]
+    assert ids(found[0]) == ids(found[1])
+    assert total_speculation(found[1]) == total_speculation(found[0])
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_sampling_options_in_stages(stages: int, target_path: Callable[..., Path]) -> None:
+    path, prompts = target_path("llama"), make_prompts(len(OPTIONS))
+    settings = fixed({"method": "draft_model", "model": str(target_path("llama", num_hidden_layers=3))})
+    params = [SamplingParams(**{"max_tokens": 12, "seed": 3, "ignore_eos": True, **each}) for each in OPTIONS]
+    found = []
+    for size in (1, stages):
+        with LLM(path, settings, pipeline_parallel_size=size, **SMALL) as llm:
+            found.append(llm.generate(prompts, params))
+    for one, other in zip(*found, strict=True):
+        assert ids([one]) == ids([other])
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+        assert one.prompt_logprobs == other.prompt_logprobs

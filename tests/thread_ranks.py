@@ -4,8 +4,10 @@ a meeting of threads instead of sockets."""
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +30,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=SECONDS)
         self._laid: dict[int, Tensor] = {}
+        self.letters: defaultdict[tuple[int, int], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
 
     def meet(self, rank: int, laid: Tensor, pick_up: Callable[[dict[int, Tensor]], None]) -> None:
         self._laid[rank] = laid
@@ -62,17 +65,28 @@ class ThreadGroup:
         self._meeting.meet(self._rank, tensor, pick_up)
         return self
 
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> ThreadGroup:
+        self._meeting.letters[self._rank, rank].put(tensors[0].clone())
+        return self
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> ThreadGroup:
+        tensors[0].copy_(self._meeting.letters[rank, self._rank].get(timeout=SECONDS))
+        return self
+
     def wait(self) -> None:
         """All has happened already."""
 
 
-def thread_teams(size: int) -> tuple[list[Team], list[Meeting]]:
-    meetings = [Meeting(size), Meeting(size)]
-    teams = []
+def thread_teams(size: int, num_stages: int = 1) -> tuple[list[Team], list[Meeting]]:
+    """The ranks of each of the stages come one after the other."""
+    meetings, in_stage, teams = [Meeting(size), Meeting(size)], size // num_stages, []
+    stages = [Meeting(in_stage) for _ in range(num_stages)]
     for rank in range(size):
-        tensors, control = (Ranks(rank, size, ThreadGroup(meeting, rank)) for meeting in meetings)
-        teams.append(Team(tensors, Channel(control)))
-    return teams, meetings
+        world, control = (Ranks(rank, size, ThreadGroup(meeting, rank)) for meeting in meetings)
+        place, stage = rank % in_stage, stages[rank // in_stage]
+        own = Ranks(place, in_stage, ThreadGroup(stage, place)) if in_stage > 1 else None
+        teams.append(Team(world, Channel(control), world if num_stages == 1 else own, num_stages))
+    return teams, [*meetings, *stages]
 
 
 def on_ranks(size: int, work: Callable[[Ranks], Value]) -> list[Value]:
@@ -83,7 +97,7 @@ def on_ranks(size: int, work: Callable[[Ranks], Value]) -> list[Value]:
 
     def run(team: Team) -> None:
         try:
-            found[team.ranks.rank] = work(team.ranks)
+            found[team.world.rank] = work(team.world)
         except BaseException as error:
             errors.append(error)
             for meeting in meetings:
@@ -105,7 +119,7 @@ class ThreadWorkers:
 
     def __init__(self, config: EngineConfig) -> None:
         self.size = config.num_ranks
-        self._teams, self._meetings = thread_teams(self.size)
+        self._teams, self._meetings = thread_teams(self.size, config.pipeline_parallel_size)
         self.team = self._teams[0]
         self._threads: list[threading.Thread] = []
         self.errors: list[BaseException] = []

@@ -192,14 +192,15 @@ class EngineConfig:
     tokenizer: str | Path | None = None  # None: the one that comes with the model
     skip_tokenizer_init: bool = False  # without any: prompts and answers are token ids
     tensor_parallel_size: int = 1  # processes that share every layer
+    pipeline_parallel_size: int = 1  # stages, each with some of the layers, and with so many processes
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_predicted_tokens <= 1024:
             raise ValueError(f"num_predicted_tokens must be from 0 to 1024, not {self.num_predicted_tokens!r}")
         if self.num_snapshots is not None and (not isinstance(self.num_snapshots, int) or self.num_snapshots < 0):
             raise ValueError(f"num_snapshots must be a whole number, 0 for none, not {self.num_snapshots!r}")
-        sizes = ("max_num_seqs", "max_num_batched_tokens", "page_size", "snapshot_interval", "tensor_parallel_size")
-        for name in sizes:
+        sizes = ("max_num_seqs", "max_num_batched_tokens", "page_size", "snapshot_interval")
+        for name in (*sizes, "tensor_parallel_size", "pipeline_parallel_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
@@ -213,7 +214,7 @@ class EngineConfig:
     @property
     def num_ranks(self) -> int:
         """Processes that compute together."""
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def torch_device(self) -> torch.device:

@@ -75,6 +75,7 @@ class LLM:
         exact: bool = False,
         threads: int | None = None,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         progress: Progress | None = None,
         **others: Any,
     ) -> None:
@@ -110,6 +111,7 @@ class LLM:
             exact=exact,
             threads=threads,
             tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
         )
         self.config = replace(chosen, **settings)
         self.startup = StartupTimes()
@@ -369,6 +371,8 @@ class LLM:
     def _predicted(self, params: SamplingParams) -> np.ndarray | None:
         if not params.prediction or params.num_speculative_tokens == 0:
             return None
+        if self.config.pipeline_parallel_size > 1 and self.engine.drafting.remembers:
+            return None  # the drafter is on another rank, and drafts alone
         if self.engine.drafting.predicting is None:
             raise ValueError(
                 "a prediction needs room for drafts, and none was reserved: use a drafter (a target with recurrent "

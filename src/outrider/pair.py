@@ -31,6 +31,7 @@ from outrider.engine.loader import (
     load_weights,
 )
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
+from outrider.engine.stages import AbsentDrafter, split_layers
 from outrider.engine.team import Team, device_for
 from outrider.engine.workers import return_workers, take_workers
 from outrider.hub import TOKENIZER_PATTERNS, located
@@ -141,20 +142,27 @@ def open_pair(
             elif lives_in_target(config.speculative):
                 drafter_checkpoint = checkpoint
         keeps = any(keeps_few_bits(source, config.torch_device, kind) for source, kind in kinds.items())
-        defers = deferred() if keeps else nullcontext()
+        # matrices of layers that are on other stages never get memory
+        defers = deferred() if keeps or config.pipeline_parallel_size > 1 else nullcontext()
         with startup.timed("models"), building(config.torch_device, dtype), defers:
             with split_over(ranks):
                 target = build_target(checkpoint)
             if config.speculative is not None:
                 with split_over(ranks if is_split(config, drafter_checkpoint, checkpoint) else None):
                     drafter = build_drafter(config.speculative, target, drafter_checkpoint)
-                drafter.ranks = ranks
+                drafter.ranks = team.world if team is not None else None
+        is_drafting = True
+        if team is not None and team.num_stages > 1:
+            split_layers(target, drafter, team.stage, team.num_stages, team.world)
+            is_drafting = drafter is None or drafter.from_text or team.stage == team.num_stages - 1
+            if drafter is not None and not is_drafting:
+                drafter = AbsentDrafter(drafter)
         with startup.timed("models"):
             tokenizer = tokenizer_of(config, checkpoint)
         if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:
             _check_tokenizers(tokenizer, load_tokenizer(drafter_checkpoint))
         loaded: list[tuple[Target | Drafter, Checkpoint]] = [(target, checkpoint)]
-        if drafter is not None and drafter_checkpoint is not None:
+        if drafter is not None and drafter_checkpoint is not None and is_drafting:
             loaded.append((drafter, drafter_checkpoint))
         bounded, demand = _bounded(config, target), demand_of(target, drafter)
         if not keeps:
@@ -174,7 +182,7 @@ def open_pair(
         with startup.timed("cache"):
             predicting = _predicting(config, target, drafter)
             if predicting is not None:
-                predicting.ranks = ranks
+                predicting.ranks = team.world if team is not None else None
             engine = Engine(config, target, Drafting.of(config, drafter, predicting), budget, tokenizer, team)
         if team is not None:
             team.agree([])  # that all have their memory

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from outrider.config import config_from_json
 from outrider.engine.follower import Follower
-from outrider.engine.team import Team, join
+from outrider.engine.team import Place, Team, join
 from outrider.pair import open_pair
 
 
@@ -24,12 +24,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     told = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_starter, name="outrider-starter", daemon=True).start()
-    rank, size, device = told["rank"], told["size"], told["device"]
-    store = dist.FileStore(f"{told['directory']}/store", size)
-    store.set(f"begun-{rank}", "1")
+    place = Place(**told["place"])
+    store = dist.FileStore(f"{told['directory']}/store", place.size)
+    store.set(f"begun-{place.rank}", "1")
     status = 1
     try:
-        serve(join(store, rank, size, told["secret"], device, own_devices=told["own_devices"]), device)
+        serve(join(store, place), place.device)
         status = 0
     except BaseException:
         if os.getppid() > 1:  # otherwise nobody is there to read it

@@ -31,6 +31,7 @@ from outrider.engine.round import EagerRound, Round, RoundParts
 from outrider.engine.runner import Runner, exact_shape
 from outrider.engine.scheduler import Limits, Plan, Scheduler
 from outrider.engine.snapshots import Snapshots
+from outrider.engine.stages import StagedRound
 from outrider.engine.stopwatch import Stopwatch
 from outrider.engine.team import Team
 from outrider.engine.verify import synthetic_choice
@@ -86,9 +87,8 @@ class Engine:
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages, forgets), snapshots)
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = Watchdog.of(config, drafter)
-        self.parts = Round(
-            target, drafting, synthetic_choice(config.speculative), team.ranks if team is not None else None
-        )
+        kind = Round if team is None or team.num_stages == 1 else StagedRound
+        self.parts = kind(target, drafting, synthetic_choice(config.speculative), team.world if team else None)
         self.orders = Orders(team.channel) if team is not None and team.is_first else None
         self.runner.orders = self.orders
         self.workers: Workers | None = None  # that this engine started
@@ -194,25 +194,21 @@ class Engine:
         if self.orders is not None:
             assert isinstance(parts, EagerRound)
             parts.draft_width = width = self.drafting.draft_width(plan, flight.shape)
-            self.orders.finish(parts.number, said, gathers=wants_logprobs(plan), draft_width=width)
+            gathers = (wants_logprobs(plan), wants_prompt_logprobs(plan))
+            self.orders.finish(parts.number, said, gathers=gathers, draft_width=width)
         if wants_logprobs(plan):
-            flight.logits = self.whole_logits(parts.logits)
+            flight.logits = self.parts.whole_logits(parts.logits)
         if wants_prompt_logprobs(plan):
-            flight.hidden = parts.hidden
+            flight.hidden = self.parts.last_hidden(parts.hidden)
         parts.choose(said)
         flight.outcomes, flight.landed = to_host(parts.draft())
         return True
-
-    def whole_logits(self, logits: Tensor) -> Tensor:
-        """A copy [L, V] of a round's logits, which later parts and rounds write over; with those of other ranks."""
-        columns = self.target.head.columns
-        return logits.clone() if columns is None else columns.gathered(logits)
 
     def _logits_of(self, states: Tensor) -> Tensor:
         """Of hidden states [R, H], all [R, V]."""
         if self.orders is not None:
             self.orders.logits(states)
-        return self.target.logits(states)
+        return self.parts.logits_of(states)
 
     def _parts(self, plan: Sequence[Work], shape: RoundShape) -> tuple[RoundParts, RoundShape]:
         """How a round is done: from recordings where it can be, step by step otherwise; and its sizes then."""

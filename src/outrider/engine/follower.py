@@ -42,7 +42,7 @@ class Follower:
             self._finish(order, tensors)
         elif what == "logits":
             (place,) = order["states"]
-            engine.target.logits(tensors[place].to(engine.runner.device))
+            engine.parts.logits_of(tensors[place].to(engine.runner.device))
         else:
             assert what == "close", what
             self._is_open = False
@@ -51,8 +51,11 @@ class Follower:
         number = order["number"]
         parts = self._rounds[number]
         self._rounds = {other: left for other, left in self._rounds.items() if other > number}
-        if order["gathers"]:
-            self._engine.whole_logits(parts.logits)
+        logits, hidden = order["gathers"]
+        if logits:
+            self._engine.parts.whole_logits(parts.logits)
+        if hidden:
+            self._engine.parts.last_hidden(parts.hidden)
         said = order["said"]
         parts.choose(None if said is None else (tensors[said[0]], tensors[said[1]]))
         parts.draft_width = order["draft_width"]

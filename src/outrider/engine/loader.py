@@ -97,7 +97,8 @@ def load_weights(
     parameters stay without memory; so do others, rounded to numbers of this kind, where one is given."""
     weights = module.weights()
     parameters = dict(module.named_parameters())
-    assert weights.keys() == parameters.keys(), weights.keys() ^ parameters.keys()
+    is_part = isinstance(module, Target) and module.stage is not None  # other layers are loaded by other ranks
+    assert weights.keys() == parameters.keys() or is_part, weights.keys() ^ parameters.keys()
     actual: dict[str, str] = {}  # names on disk, by the module's own
     for name in checkpoint.names():
         other = actual.setdefault(module.canonical(name), name)
@@ -114,6 +115,7 @@ def load_weights(
     # a part of a matrix is read from floats: blocks may reach across its borders
     blocks = {parameter for parameter in keepable if cut_of(parameter) is None}
     check = FiniteCheck(checkpoint)
+    weights = {name: weight for name, weight in weights.items() if name in parameters}
     for done, (name, weight) in enumerate(weights.items()):
         stored = replace(weight, names=tuple(actual[source] for source in weight.names))
         parameter = parameters[name]

@@ -57,8 +57,11 @@ class Orders:
         self._send(do="forward", number=self._number, **told)
         return self._number
 
-    def finish(self, number: int, said: tuple[Tensor, Tensor] | None, *, gathers: bool, draft_width: int) -> None:
-        """The other parts of a round; rounds before it have none left. `gathers`: its logits are wanted whole.
+    def finish(
+        self, number: int, said: tuple[Tensor, Tensor] | None, *, gathers: tuple[bool, bool], draft_width: int
+    ) -> None:
+        """The other parts of a round; rounds before it have none left. `gathers`: whether rank 0 needs all logits, and
+        whether all hidden states.
         `draft_width`: tokens of the draft that rank 0 will send, at most; 0: none."""
         said_at = None if said is None else self._attach(*said)
         self._send(do="finish", number=number, said=said_at, gathers=gathers, draft_width=draft_width)

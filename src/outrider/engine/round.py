@@ -61,19 +61,34 @@ class Round:
         `width`: of the draft, where other ranks have a part in it."""
         draft = self.drafting.draft(step, hidden, verdict)
         if self.ranks is not None and width:
-            draft = _of_first_rank(self.ranks, draft, len(step.batch.slots), width)
+            draft = self.of_first_rank(draft, step.starts, width)
         return write_outcome(step, verdict, draft)
 
+    # where several ranks do it together
 
-def _of_first_rank(ranks: Ranks, draft: Draft | None, num_requests: int, width: int) -> Draft:
-    """Rank 0 alone knows what a request predicts, and what was said before; and what it drafts is the draft of all."""
-    if ranks.rank == 0:
-        assert draft is not None
-        ranks.from_rank(0, torch.cat([draft.tokens, draft.count[:, None]], dim=1))
-        return draft
-    device = torch.device("cpu") if draft is None else draft.tokens.device
-    told = ranks.from_rank(0, torch.zeros(num_requests, width + 1, dtype=torch.long, device=device))
-    return Draft(told[:, :width].contiguous(), told[:, width].contiguous())
+    def of_first_rank(self, draft: Draft | None, like: Tensor, width: int) -> Draft:
+        """Rank 0 alone knows what a request predicts, and what was said before: what it drafts is the draft of all.
+        `like`: [B] on the device."""
+        assert self.ranks is not None
+        if self.ranks.rank == 0:
+            assert draft is not None
+            self.ranks.from_rank(0, torch.cat([draft.tokens, draft.count[:, None]], dim=1))
+            return draft
+        told = self.ranks.from_rank(0, like.new_zeros(len(like), width + 1))
+        return Draft(told[:, :width].contiguous(), told[:, width].contiguous())
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """A copy [L, V] of a round's logits, which later parts and rounds write over; with those of other ranks."""
+        columns = self.target.head.columns
+        return logits.clone() if columns is None else columns.gathered(logits)
+
+    def last_hidden(self, hidden: Hidden) -> Hidden:
+        """What came out of the last layer."""
+        return hidden
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Of hidden states [R, H], all [R, V]."""
+        return self.target.logits(states)
 
 
 class RoundParts(Protocol):

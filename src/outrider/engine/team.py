@@ -27,13 +27,19 @@ LOOPBACK = "127.0.0.1"
 class Team:
     """As one rank sees it."""
 
-    ranks: Ranks
+    world: Ranks
     channel: Channel
+    ranks: Ranks | None  # of its own stage, which share every layer; None: it has no others
+    num_stages: int = 1
     check: Callable[[], None] = lambda: None  # an error, where another rank has ended
 
     @property
     def is_first(self) -> bool:
-        return self.ranks.rank == 0
+        return self.world.rank == 0
+
+    @property
+    def stage(self) -> int:
+        return self.world.rank // (self.world.size // self.num_stages)
 
     def reports(self, report: Any) -> list[Any]:
         """What every rank has to say, as JSON of no more than REPORT_BYTES."""
@@ -75,21 +81,40 @@ def device_for(config: EngineConfig, rank: int, size: int) -> tuple[str, bool]:
     return str(device), False
 
 
-def join(store: dist.Store, rank: int, size: int, secret: str, device: str, *, own_devices: bool) -> Team:
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands, as it is told when it starts."""
+
+    rank: int
+    size: int
+    num_stages: int
+    device: str
+    own_devices: bool  # every rank has one of its own
+    secret: str
+
+
+def join(store: dist.Store, place: Place) -> Team:
     """Waits for all ranks. Tensors of GPUs travel by NCCL where every rank has its own, else through the host."""
+    rank, size, in_stage = place.rank, place.size, place.size // place.num_stages
     control = Ranks(rank, size, _gloo(store, "control", rank, size))
-    _check_secret(control, secret)
-    if not device.startswith("cuda"):
-        ranks = Ranks(rank, size, _gloo(store, "tensors", rank, size))
-    elif own_devices:
-        torch.cuda.set_device(device)
-        group: Any = dist.ProcessGroupNCCL(
-            dist.PrefixStore("tensors", store), rank, size, dist.ProcessGroupNCCL.Options()
-        )
-        ranks = Ranks(rank, size, group)
-    else:
-        ranks = Ranks(rank, size, _gloo(store, "tensors", rank, size), through_host=True)
-    return Team(ranks, Channel(control))
+    _check_secret(control, place.secret)
+    if place.device.startswith("cuda") and place.own_devices:
+        torch.cuda.set_device(place.device)
+    world = _tensors(store, "world", rank, size, place)
+    stage = rank // in_stage
+    if place.num_stages == 1:
+        return Team(world, Channel(control), world)
+    ranks = _tensors(store, f"stage-{stage}", rank % in_stage, in_stage, place) if in_stage > 1 else None
+    return Team(world, Channel(control), ranks, place.num_stages)
+
+
+def _tensors(store: dist.Store, name: str, rank: int, size: int, place: Place) -> Ranks:
+    if not place.device.startswith("cuda"):
+        return Ranks(rank, size, _gloo(store, name, rank, size))
+    if not place.own_devices:
+        return Ranks(rank, size, _gloo(store, name, rank, size), through_host=True)
+    nccl: Any = dist.ProcessGroupNCCL
+    return Ranks(rank, size, nccl(dist.PrefixStore(name, store), rank, size, nccl.Options()))
 
 
 def _gloo(store: dist.Store, name: str, rank: int, size: int) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from outrider.config import EngineConfig, config_to_json
-from outrider.engine.team import device_for, join
+from outrider.engine.team import Place, device_for, join
 
 START_SECONDS = 120.0  # that a process has to import what it needs
 END_SECONDS = 5.0
@@ -33,6 +33,7 @@ class RankLostError(RuntimeError):
 
 class Workers:
     def __init__(self, config: EngineConfig) -> None:
+        self.sizes = (config.tensor_parallel_size, config.pipeline_parallel_size)
         self.size = config.num_ranks
         self._lost: str | None = None
         self._is_ending = False
@@ -45,8 +46,7 @@ class Workers:
         try:
             store = dist.FileStore(f"{self._directory.name}/store", self.size)
             self._wait_for(store)
-            device, own_devices = device_for(config, 0, self.size)
-            team = join(store, 0, self.size, secret, device, own_devices=own_devices)
+            team = join(store, self._place(0, secret, config))
         except BaseException:
             self.end()
             raise
@@ -60,12 +60,15 @@ class Workers:
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,  # what a terminal says to this process is not said to them
         )
-        device, own_devices = device_for(config, rank, self.size)
-        told = {"rank": rank, "size": self.size, "directory": self._directory.name, "secret": secret}
+        told = {"directory": self._directory.name, "place": vars(self._place(rank, secret, config))}
         assert process.stdin is not None
-        process.stdin.write(json.dumps({**told, "device": device, "own_devices": own_devices}).encode() + b"\n")
+        process.stdin.write(json.dumps(told).encode() + b"\n")
         process.stdin.flush()  # it stays open: its end is how they learn of ours
         return process
+
+    def _place(self, rank: int, secret: str, config: EngineConfig) -> Place:
+        device, own_devices = device_for(config, rank, self.size)
+        return Place(rank, self.size, config.pipeline_parallel_size, device, own_devices, secret)
 
     def _wait_for(self, store: dist.Store) -> None:
         """Until all have begun: to wait for one that has ended would be for ever."""
@@ -167,7 +170,7 @@ def _ended(code: int) -> str:
 # workers that are lent to one engine after another
 
 
-_kept: dict[int, Workers] | None = None
+_kept: dict[tuple[int, int], Workers] | None = None
 
 
 @contextmanager
@@ -185,13 +188,14 @@ def kept_workers() -> Iterator[None]:
 
 
 def take_workers(config: EngineConfig) -> Workers:
-    found = _kept.pop(config.num_ranks, None) if _kept is not None else None
+    sizes = (config.tensor_parallel_size, config.pipeline_parallel_size)
+    found = _kept.pop(sizes, None) if _kept is not None else None
     return found or Workers(config)
 
 
 def return_workers(workers: Workers) -> None:
     """They are not needed any more."""
-    if _kept is not None and workers._lost is None and workers.size not in _kept:
-        _kept[workers.size] = workers
+    if _kept is not None and workers._lost is None and workers.sizes not in _kept:
+        _kept[workers.sizes] = workers
     else:
         workers.end()

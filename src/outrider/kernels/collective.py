@@ -20,6 +20,10 @@ class Group(Protocol):
 
     def broadcast(self, tensor: Tensor, root: int) -> Done: ...
 
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Done: ...
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Done: ...
+
 
 class Ranks:
     """The ranks that share one model, as one of them sees them."""
@@ -52,6 +56,18 @@ class Ranks:
             sent = sent.clone() if sent.data_ptr() == values.data_ptr() else sent
             self._group.broadcast(sent.view(-1), rank).wait()
         return sent.to(values.device)
+
+    def send(self, values: Tensor, rank: int) -> None:
+        """To one rank, which receives it."""
+        if values.numel():
+            self._group.send([self._sent(values)], rank, 0).wait()
+
+    def receive(self, room: Tensor, rank: int) -> Tensor:
+        """What that rank sends, in the shape of `room`."""
+        found = room.cpu() if self._through_host else room
+        if found.numel():
+            self._group.recv([found], rank, 0).wait()
+        return found.to(room.device)
 
     def best(self, values: Tensor, ids: Tensor) -> Tensor:
         """The id of the highest value over all ranks, by row; of equals, that of the first rank. values and ids [R]:

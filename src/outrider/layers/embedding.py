@@ -109,3 +109,18 @@ class Head(nn.Module):
             return linear(hidden, self.weight, None, self.packed, exact=self.exact, out=out)
         logits = linear(hidden, self.weight, None, self.packed, exact=self.exact)
         return torch.mul(torch.tanh(logits / self.softcap), self.softcap, out=out)
+
+
+class AbsentHead(nn.Module):
+    """Stands for a head that lives on another rank."""
+
+    weight, columns = None, None
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.vocab_size, self.hidden_size, self.softcap = head.vocab_size, head.hidden_size, head.softcap
+
+    def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        raise AssertionError("only the last stage has a head")
+
+    own_logits = forward

@@ -33,7 +33,7 @@ def empty_matrix(num_rows: int, num_columns: int) -> nn.Parameter:
 
 def give_memory(parameter: nn.Parameter) -> None:
     """To one that was deferred."""
-    if parameter.dim() == 2 and parameter.stride() == (0, 0):
+    if any(step == 0 and size > 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True)):
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 

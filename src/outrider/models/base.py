@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from outrider.layers.attention import SelfAttention
-from outrider.layers.embedding import Embedding, Head, embed_rows
+from outrider.layers.embedding import AbsentHead, Embedding, Head, embed_rows
 from outrider.layers.mtp import MtpModule
+from outrider.layers.stage import Stage
 from outrider.registry import Registry
 from outrider.types import Batch, Hidden, Weight
 
@@ -58,6 +59,20 @@ class Target(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.config = config
+        self.stage: Stage | None = None  # where other layers are on other ranks
+
+    def keep_stage(self, stage: Stage) -> None:
+        """Gives up the layers of other stages, and what only the last stage needs. weights() still says all."""
+        weights, is_tied = self.weights(), self.is_tied
+        self.weights = lambda: weights  # type: ignore[method-assign]
+        self.stage = stage
+        for number in range(len(self.layers)):
+            if not stage.begin <= number < stage.end:
+                self.layers[number] = nn.Identity()
+        if not stage.is_last:
+            self.norm = nn.Identity()
+            if not is_tied:
+                self.head = AbsentHead(self.head)  # type: ignore[assignment]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -89,11 +104,30 @@ class Target(nn.Module):
         where to put the taps [T, n, H]."""
         x = embed_rows(self.embed, batch)
         self.prepare(x, batch)
+        if self.stage is not None:
+            return self._forward_stage(self.stage, x, batch, taps)
         streams = {0: x} if 0 in taps else {}
         for number, layer in enumerate(self.layers, start=1):
             x = layer(x, batch)  # a new tensor every time: a tap is never written to again
             if number in taps:
                 streams[number] = x
+        return self._hidden(x, streams, taps, out)
+
+    def _forward_stage(self, stage: Stage, x: Tensor, batch: Batch, taps: tuple[int, ...]) -> Hidden:
+        """The same with the layers that are here: between what the stage before has computed, and the next stage."""
+        x, streams = stage.receive(x, taps)
+        for number, layer in enumerate(self.layers[stage.begin : stage.end], start=stage.begin + 1):
+            x = layer(x, batch)
+            if number in taps:
+                streams[number] = x
+        if stage.is_last:
+            return self._hidden(x, streams, taps)
+        stage.send(x, streams)
+        return self._hidden(x, {}, ())
+
+    def _hidden(
+        self, x: Tensor, streams: Mapping[int, Tensor], taps: tuple[int, ...], out: Tensor | None = None
+    ) -> Hidden:
         if not taps:
             return Hidden(last=x, taps=x.new_empty(len(x), 0, x.shape[-1]))
         return Hidden(last=x, taps=torch.stack([streams[tap] for tap in taps], dim=1, out=out))
