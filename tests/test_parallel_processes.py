@@ -44,6 +44,8 @@ def test_two_processes_say_what_one_says_and_one_that_dies_ends_both() -> None:
             outputs = llm.generate(prompts, params)
             assert [output.outputs[0].text for output in outputs] == expected
             assert sum(output.outputs[0].speculation.accepted for output in outputs) > 0
+        with LLM(pipeline_parallel_size=2) as llm:
+            assert llm.generate(prompts[:2], params[:2])[1].outputs[0].text == expected[1]
         with pytest.raises(ValueError, match="max_model_len"):
             LLM(tensor_parallel_size=2, max_model_len=10**7)
         llm = LLM(tensor_parallel_size=2)

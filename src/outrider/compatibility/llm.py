@@ -23,6 +23,7 @@ OWN = {
     "enforce_eager": "",
     "quantization": "fp8 or int4: dense matrices are rounded at load, on a GPU; else checked against the checkpoint",
     "tensor_parallel_size": "processes that share every layer, over NCCL or gloo; see parallel.md",
+    "pipeline_parallel_size": "stages with some of the layers each; see parallel.md",
     "speculative_config": "docs/doctor.md; with adaptive, as many tokens as are worth it",
     "chat_template": "text, or a file that holds it",
     "generation_config": "auto, vllm, or a directory",
@@ -38,7 +39,7 @@ def _is_xgrammar(config: Any) -> bool:
     return isinstance(config, Mapping) and all(value in taken.get(name, ()) for name, value in config.items())
 
 
-_ONE_DEVICE = "an engine is one group of ranks on one machine: see tensor_parallel_size, or start several"
+_ONE_DEVICE = "an engine is one group of ranks on one machine: see docs/parallel.md, or start several"
 _NO_LORA = "LoRA adapters are not supported: merge the adapter into the weights"
 _NO_CODE = "no code but Outrider's own is ever run: leave it out; what can be loaded, `outrider matrix` says"
 _TEXT_ONLY = "models answer in text: use another engine for embeddings and scores"
@@ -146,7 +147,7 @@ LLM = Rules(
     refused=[
         Refused(
             {
-                **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), (1,)),
+                "data_parallel_size": (1,),
                 **dict.fromkeys(("prefill_context_parallel_size", "decode_context_parallel_size", "nnodes"), (1,)),
                 **dict.fromkeys(("node_rank", "data_parallel_rank", "data_parallel_start_rank"), (0,)),
                 **dict.fromkeys(("enable_expert_parallel", "enable_eplb", "enable_dbo", "enable_elastic_ep"), (False,)),
