@@ -10,7 +10,8 @@ import time
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.engine.workers import RankLostError, kept_workers
+from outrider.engine.team import RankLostError
+from outrider.engine.workers import kept_workers
 from outrider.sampling_params import Guided
 
 LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from outrider.config import EngineConfig, config_to_json
 from outrider.engine.channel import Channel
-from outrider.engine.team import Team
-from outrider.engine.workers import RankLostError
+from outrider.engine.team import RankLostError, Team
 from outrider.kernels.collective import Ranks
 from outrider.worker import follow
 

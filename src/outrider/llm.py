@@ -39,6 +39,7 @@ from outrider.startup import CHECKING, StartupTimes
 from outrider.tokenizer import Tokenizer
 from outrider.types import Images, Prediction
 from outrider.vision import VisionTower, prompt_with_images, vision_of
+from outrider.worker import follow_if_launched
 
 
 class LLM:
@@ -114,6 +115,7 @@ class LLM:
             pipeline_parallel_size=pipeline_parallel_size,
         )
         self.config = replace(chosen, **settings)
+        follow_if_launched(self.config)
         self.startup = StartupTimes()
         self.engine, self.budget = open_pair(self.config, progress, self.startup)
         self.tokenizer = self.engine.tokenizer

@@ -33,7 +33,7 @@ from outrider.engine.loader import (
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
 from outrider.engine.stages import AbsentDrafter, split_layers
 from outrider.engine.team import Team, device_for
-from outrider.engine.workers import return_workers, take_workers
+from outrider.engine.workers import Workers, return_workers, take_workers
 from outrider.hub import TOKENIZER_PATTERNS, located
 from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.cached import recurrent_layers
@@ -211,7 +211,8 @@ def _open_with_workers(config: EngineConfig, progress: Progress | None, startup:
         return_workers(workers)
         raise
     except BaseException:
-        workers.end()
+        if isinstance(workers, Workers):
+            workers.end()
         raise
     engine.workers = workers
     return engine, budget

@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from outrider.config import config_from_json
+from outrider.config import EngineConfig, config_from_json
 from outrider.engine.follower import Follower
+from outrider.engine.launched import launched_rank, meet, place_of
 from outrider.engine.team import Place, Team, join
 from outrider.pair import open_pair
 
@@ -51,6 +52,19 @@ def serve(team: Team, device: str) -> None:
         if message["do"] == "end":
             return
         follow(team, message["config"], device)
+
+
+def follow_if_launched(config: EngineConfig) -> None:
+    """On ranks that something else has started, but for the first: follows for as long as that is there, and ends."""
+    if config.num_ranks == 1 or not launched_rank():
+        return
+    place = place_of(config)
+    try:
+        serve(meet(place), place.device)
+    except RuntimeError:
+        traceback.print_exc()
+        os._exit(1)  # nothing can be tidied up with those who are gone
+    raise SystemExit(0)
 
 
 def follow(team: Team, config: dict[str, object], device: str) -> None:

@@ -20,6 +20,7 @@ from outrider.engine.flight import Flight, landed, to_host, wants_logprobs, want
 from outrider.engine.grammar import Grammars, Guide
 from outrider.engine.graphs import NUM_ROWS, Graphs
 from outrider.engine.guidance import guidance_of
+from outrider.engine.launched import LaunchedRanks
 from outrider.engine.logprobs import add_prompt_logprobs, logprob_table
 from outrider.engine.memory import Budget, cache_shape
 from outrider.engine.orders import Orders
@@ -33,10 +34,10 @@ from outrider.engine.scheduler import Limits, Plan, Scheduler
 from outrider.engine.snapshots import Snapshots
 from outrider.engine.stages import StagedRound
 from outrider.engine.stopwatch import Stopwatch
-from outrider.engine.team import Team
+from outrider.engine.team import RankLostError, Team
 from outrider.engine.verify import synthetic_choice
 from outrider.engine.watchdog import Watchdog
-from outrider.engine.workers import RankLostError, Workers, return_workers
+from outrider.engine.workers import Workers, return_workers
 from outrider.kernels.dispatch import has_triton
 from outrider.models.base import Target
 from outrider.sampling_params import Guided
@@ -91,7 +92,7 @@ class Engine:
         self.parts = kind(target, drafting, synthetic_choice(config.speculative), team.world if team else None)
         self.orders = Orders(team.channel) if team is not None and team.is_first else None
         self.runner.orders = self.orders
-        self.workers: Workers | None = None  # that this engine started
+        self.workers: Workers | LaunchedRanks | None = None  # the other ranks
         self.graphs = recorder(self.runner, self.parts, config.max_num_seqs) if recorder is not None else None
         drafting.bind(self.runner, self.graphs.row_sizes if self.graphs is not None else None)
         self._max_flying = 1 if config.torch_device.type == "cpu" and self.graphs is None else MAX_FLYING

@@ -203,7 +203,8 @@ def _left_on_gpu(config: EngineConfig, demand: Demand, weight_bytes: int) -> int
     working += demand.option_bytes(config.max_num_seqs + 1)
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, unused
-    return min(int(total * config.gpu_memory_utilization) - weight_bytes, free) - working
+    num_here = 1 if torch.cuda.device_count() >= config.num_ranks else config.num_ranks  # ranks on this device
+    return min(int(total * config.gpu_memory_utilization / num_here) - weight_bytes, free // num_here) - working
 
 
 def free_bytes() -> int:

@@ -67,6 +67,10 @@ class Team:
             self.agree(error)
 
 
+class RankLostError(RuntimeError):
+    """A rank has ended, and with it the engine."""
+
+
 class TeamError(ValueError):
     """Another rank could not do its part."""
 
@@ -98,7 +102,7 @@ def join(store: dist.Store, place: Place) -> Team:
     rank, size, in_stage = place.rank, place.size, place.size // place.num_stages
     control = Ranks(rank, size, _gloo(store, "control", rank, size))
     _check_secret(control, place.secret)
-    if place.device.startswith("cuda") and place.own_devices:
+    if place.device.startswith("cuda"):
         torch.cuda.set_device(place.device)
     world = _tensors(store, "world", rank, size, place)
     stage = rank // in_stage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import secrets
@@ -19,16 +20,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from outrider.config import EngineConfig, config_to_json
-from outrider.engine.team import Place, device_for, join
+from outrider.engine.launched import LaunchedRanks, launched_rank
+from outrider.engine.team import Place, RankLostError, device_for, join
 
 START_SECONDS = 120.0  # that a process has to import what it needs
 END_SECONDS = 5.0
 POLL_SECONDS = 0.05
 PACKAGE = Path(__file__).parent.parent
-
-
-class RankLostError(RuntimeError):
-    """A rank has ended, and with it the engine."""
 
 
 class Workers:
@@ -171,6 +169,7 @@ def _ended(code: int) -> str:
 
 
 _kept: dict[tuple[int, int], Workers] | None = None
+_launched: LaunchedRanks | None = None  # for as long as the process is there
 
 
 @contextmanager
@@ -187,14 +186,25 @@ def kept_workers() -> Iterator[None]:
             workers.end()
 
 
-def take_workers(config: EngineConfig) -> Workers:
+def take_workers(config: EngineConfig) -> Workers | LaunchedRanks:
+    """The other ranks of an engine."""
+    global _launched
+    if launched_rank() is not None:
+        if _launched is None:
+            _launched = LaunchedRanks(config)
+            atexit.register(_launched.end)
+        if _launched.sizes != (config.tensor_parallel_size, config.pipeline_parallel_size):
+            raise ValueError("processes that were started together stay together: sizes cannot be others than before")
+        return _launched
     sizes = (config.tensor_parallel_size, config.pipeline_parallel_size)
     found = _kept.pop(sizes, None) if _kept is not None else None
     return found or Workers(config)
 
 
-def return_workers(workers: Workers) -> None:
+def return_workers(workers: Workers | LaunchedRanks) -> None:
     """They are not needed any more."""
+    if isinstance(workers, LaunchedRanks):
+        return
     if _kept is not None and workers._lost is None and workers.sizes not in _kept:
         _kept[workers.sizes] = workers
     else:

@@ -15,7 +15,7 @@ import torch
 
 from outrider.engine.grammar_trial import NICENESS
 from outrider.engine.request import Progress, Request
-from outrider.engine.workers import RankLostError
+from outrider.engine.team import RankLostError
 from outrider.lanes import Lane
 from outrider.llm import LLM
 from outrider.overload import OverloadError
