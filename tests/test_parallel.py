@@ -42,6 +42,30 @@ SUITED = {method: family for family in tiny.FAMILIES for method in METHODS if su
 FIRST = {method: "llama" if suits(method, "llama") else family for method, family in SUITED.items()}
 
 
+# 3 divides few sizes: as many heads and groups as it needs
+THREE: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96},
+    "gemma3": {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 96},
+    "gemma4": {"num_attention_heads": 6, "num_key_value_heads": 3},
+    "gpt_oss": {"num_attention_heads": 6, "num_key_value_heads": 1},
+    "nemotron_h": {"num_attention_heads": 3, "num_key_value_heads": 1, "n_groups": 3},
+    "deepseek_v2_lite": {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96},
+    "deepseek_v3": {"num_attention_heads": 3, "num_key_value_heads": 3},
+}
+
+
+@pytest.mark.parametrize("family", THREE)
+def test_three_ranks(family: str, target_path: Callable[..., Path]) -> None:
+    path = target_path(family, vocab_size=257, **THREE[family], **_of_vocabulary(family))
+    settings = fixed({"method": "draft_model", "model": str(path), "num_speculative_tokens": 2})
+    expected = ids(generated(path, None))
+    assert ids(generated(path, {**settings, "draft_tensor_parallel_size": 3}, tensor_parallel_size=3)) == expected
+
+
+def _of_vocabulary(family: str) -> dict[str, Any]:
+    return {"vocab_size_per_layer_input": 257} if family == "gemma4" else {}
+
+
 @pytest.mark.parametrize("draft_size", [1, 2])
 @pytest.mark.parametrize(("method", "family"), FIRST.items())
 def test_every_drafter(
@@ -109,20 +133,24 @@ def test_every_sampling_option(vocab_size: int, target_path: Callable[..., Path]
             assert all(abs(left[token].logprob - right[token].logprob) < 1e-4 for token in left or {})
 
 
-def test_traffic(target_path: Callable[..., Path]) -> None:
-    """Prompts in chunks, requests that come and go and start over, pages that are found again."""
-    path, prompts = target_path("llama"), make_prompts(10)
+@pytest.mark.parametrize("family", ["llama", "nemotron_h"])
+def test_traffic(family: str, target_path: Callable[..., Path]) -> None:
+    """Prompts in chunks, requests that come and go and start over, pages and states that are found again."""
+    path, prompts = target_path(family), make_prompts(10)
     again = [prompt + prompt for prompt in prompts[:4]]
     options = {**SMALL, "max_num_seqs": 4, "max_num_batched_tokens": 9, "max_model_len": 64}
     with LLM(path, None, **options) as llm:
-        options["kv_cache_memory"] = llm.budget.page_bytes * 24
+        num_bytes = llm.budget.page_bytes * 24
     found = []
     for size in (1, 2, 1):
         settings = {"method": "ngram", "prompt_lookup_min": 1} if size == 2 else None
-        with LLM(path, settings, tensor_parallel_size=size, **options) as llm:
+        with LLM(path, settings, tensor_parallel_size=size, kv_cache_memory=num_bytes // size, **options) as llm:
             params = SamplingParams(max_tokens=20, temperature=0.8, seed=2, ignore_eos=True)
-            found.append(ids(llm.generate(prompts, params)) + ids(llm.generate(again, params)))
+            found.append(ids(llm.generate(prompts, params)))
             assert llm.engine.scheduler.num_preemptions > 0
+            for prompt in again[:2]:  # one after the other, so that pages are still there
+                found[-1] += ids(llm.generate([prompt] * 2, params))
+            assert llm.engine.scheduler.stats.hit > 0
     assert found[0] == found[1] == found[2]
 
 

@@ -9,8 +9,10 @@ import torch
 from harness import Harness, load_target
 from thread_ranks import on_ranks
 
+from outrider.engine.channel import decode, encode
 from outrider.kernels.collective import Ranks
-from outrider.layers.split import split_over
+from outrider.layers.split import Share, key_share, split_over, width_share
+from outrider.layers.stage import borders
 
 PROMPTS = [list(range(5, 45)), list(range(60, 83))]  # longer than every window
 # 3 divides few sizes: as many heads as it needs
@@ -45,3 +47,63 @@ def test_any_vocabulary(tied: bool, vocab_size: int, target_path: Callable[..., 
     path = target_path("llama", vocab_size=vocab_size, tie_word_embeddings=tied, **THREE)
     for size in (2, 3):
         check(path, size)
+
+
+def test_sums_are_added_in_the_order_of_ranks_each_row_for_itself() -> None:
+    parts = torch.tensor([[1e8, 1.0, -1e8], [1.0, 1e8, -1e8], [1e8, -1e8, 1.0]]).T  # [ranks, rows]
+    found = on_ranks(3, lambda ranks: ranks.sum(parts[ranks.rank]))
+    assert [each.tolist() for each in found] == [[0.0, 0.0, 1.0]] * 3, "(1e8 + 1) - 1e8 is 0 in float32"
+    rows = on_ranks(3, lambda ranks: torch.cat([ranks.sum(row) for row in parts[ranks.rank].split(1)]))
+    assert all(torch.equal(row, found[0]) for row in rows)
+
+
+def test_the_best_of_all_ranks_is_the_first_of_equals() -> None:
+    values = torch.tensor([[1.0, 5.0, -torch.inf], [3.0, 5.0, -torch.inf], [2.0, 4.0, -7.0]])
+    ids = torch.tensor([[3, 4, 5], [13, 14, 15], [23, 24, 25]])
+    found = on_ranks(3, lambda ranks: ranks.best(values[ranks.rank], ids[ranks.rank]))
+    assert [each.tolist() for each in found] == [[13, 4, 25]] * 3
+
+
+def test_shares_of_all_ranks_are_the_whole() -> None:
+    for size in (2, 3, 5):
+        ranges = [each for share in on_ranks(size, lambda ranks: _widths(ranks)) for each in share.ranges]
+        assert [begin for begin, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
+        assert ranges[-1][1] == 80
+    heads = Share(4, ((1, 2),))
+    assert (heads * 8 + Share(3, ((0, 3),))).ranges == ((8, 16), (32, 35))
+
+
+def _widths(ranks: Ranks) -> Share:
+    with split_over(ranks):
+        return width_share(80, "intermediate_size")
+
+
+def test_every_query_head_finds_its_keys() -> None:
+    """Whatever the number of key/value heads, a rank's query heads are shared out evenly among those it has."""
+    for num_heads, num_kv_heads, size in ((8, 4, 2), (8, 1, 4), (6, 2, 3), (12, 4, 3), (6, 6, 3), (12, 3, 2)):
+
+        def check_rank(ranks: Ranks, heads: int = num_heads, keys: int = num_kv_heads) -> None:
+            with split_over(ranks):
+                share = key_share(heads, keys)
+            own = [head for begin, end in share.ranges for head in range(begin, end)]
+            each = heads // ranks.size
+            for place in range(each):
+                assert own[place // (each // len(own))] == (ranks.rank * each + place) // (heads // keys)
+
+        on_ranks(size, check_rank)
+
+
+def test_messages_come_back_as_they_were() -> None:
+    tensors = [torch.randn(3, 2).to(torch.bfloat16), torch.zeros(0, 4), torch.arange(5), torch.tensor([True, False])]
+    message, found = decode(encode({"do": ["what", 0.1, None]}, tensors))
+    assert message == {"do": ["what", 0.1, None]}
+    assert all(torch.equal(one, other) for one, other in zip(found, tensors, strict=True))
+
+
+def test_stages() -> None:
+    assert borders(8, 3) == [0, 3, 5, 8]
+    assert borders(6, 2, together=[(3, 4), (1, 5)]) == [0, 1, 6], "no border between those who read each other"
+    with pytest.raises(ValueError, match="2 layers cannot be split over 3 stages"):
+        borders(2, 3)
+    with pytest.raises(ValueError, match="too many of them read what earlier ones remember"):
+        borders(4, 2, together=[(0, 3)])

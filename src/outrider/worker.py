@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from dataclasses import replace
 
@@ -19,12 +21,15 @@ from outrider.engine.launched import launched_rank, meet, place_of
 from outrider.engine.team import Place, Team, join
 from outrider.pair import open_pair
 
+GRACE_SECONDS = 0.3
+
 
 def main() -> None:
     """Ends with the process that started it, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     told = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_starter, name="outrider-starter", daemon=True).start()
+    ending = threading.Thread(target=_end_with_starter, args=(told["directory"],), daemon=True)
+    ending.start()
     place = Place(**told["place"])
     store = dist.FileStore(f"{told['directory']}/store", place.size)
     store.set(f"begun-{place.rank}", "1")
@@ -33,15 +38,17 @@ def main() -> None:
         serve(join(store, place), place.device)
         status = 0
     except BaseException:
-        if os.getppid() > 1:  # otherwise nobody is there to read it
-            traceback.print_exc()
+        time.sleep(GRACE_SECONDS)  # where the starter has ended, this process ends meanwhile, and says nothing
+        traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(status)
 
 
-def _end_with_starter() -> None:
+def _end_with_starter(directory: str) -> None:
+    """Who was killed could not tidy up."""
     sys.stdin.buffer.read()
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 
