@@ -21,7 +21,7 @@ from outrider.llm import total_speculation
 PARAMS = [
     SamplingParams(max_tokens=16, temperature=0, ignore_eos=True),
     SamplingParams(max_tokens=16, temperature=0.8, seed=11, ignore_eos=True),
-    SamplingParams(max_tokens=16, temperature=0.9, seed=5, top_p=0.8, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=16, temperature=0.9, seed=5, ignore_eos=True, logprobs=2),
 ]
 
 
@@ -116,7 +116,8 @@ def test_every_sampling_option(vocab_size: int, target_path: Callable[..., Path]
     prompts = make_prompts(len(params))
     found = []
     for size in (1, 2):
-        with LLM(path, settings, tensor_parallel_size=size, **SMALL) as llm:
+        split = {**settings, "draft_tensor_parallel_size": size}
+        with LLM(path, split, tensor_parallel_size=size, **SMALL) as llm:
             together = llm.generate(prompts, params)
             alone = [llm.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
         assert ids(together) == ids(alone)
