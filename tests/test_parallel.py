@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,20 @@ def test_every_sampling_option(vocab_size: int, target_path: Callable[..., Path]
         ):
             assert (left or {}).keys() == (right or {}).keys()
             assert all(abs(left[token].logprob - right[token].logprob) < 1e-4 for token in left or {})
+
+
+def test_predictions(target_path: Callable[..., Path]) -> None:
+    """Which rank 0 alone knows: what it drafts from them is everybody's draft, and nobody waits for anybody."""
+    path, prompts = target_path("llama"), make_prompts(2)
+    drafter = str(target_path("llama", num_hidden_layers=3))
+    settings = fixed({"method": "draft_model", "model": drafter, "draft_tensor_parallel_size": 2})
+    plain = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    expected = ids(generated(path, None, [plain] * 2))
+    predicted = [replace(plain, prediction=(*answer[:9], 7, 7)) for answer in expected]
+    with LLM(path, settings, tensor_parallel_size=2, **SMALL) as llm:
+        outputs = llm.generate(prompts, predicted) + llm.generate(prompts, [predicted[0], plain])
+    assert ids(outputs) == expected * 2
+    assert total_speculation(outputs).accepted_predicted > 10
 
 
 @pytest.mark.parametrize("family", ["llama", "nemotron_h"])

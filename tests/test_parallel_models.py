@@ -11,6 +11,7 @@ from thread_ranks import on_ranks
 
 from outrider.engine.channel import decode, encode
 from outrider.kernels.collective import Ranks
+from outrider.layers.embedding import Head
 from outrider.layers.split import Share, key_share, split_over, width_share
 from outrider.layers.stage import borders
 
@@ -107,3 +108,25 @@ def test_stages() -> None:
         borders(2, 3)
     with pytest.raises(ValueError, match="too many of them read what earlier ones remember"):
         borders(4, 2, together=[(0, 3)])
+
+
+def test_padding_is_never_chosen() -> None:
+    """Not even where all that can be is less likely than nothing."""
+
+    def rows(ranks: Ranks) -> torch.Tensor:
+        with split_over(ranks):
+            head = Head(7, 4)
+        with torch.no_grad():
+            head.weight.zero_()
+            head.weight[: head.share.size] = -1.0
+            logits = head.own_logits(torch.ones(2, 4))
+        assert head.columns is not None
+        assert (logits > -torch.inf).sum() == 2 * head.share.size
+        return head.columns.ranks.best(*(each[:, 0] for each in _best(logits, head.columns.begin)))
+
+    assert all((found == 0).all() for found in on_ranks(3, rows))
+
+
+def _best(logits: torch.Tensor, begin: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values, places = logits.max(-1, keepdim=True)
+    return values, places + begin

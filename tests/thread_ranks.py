@@ -19,7 +19,7 @@ from outrider.engine.team import RankLostError, Team
 from outrider.kernels.collective import Ranks
 from outrider.worker import follow
 
-SECONDS = 60.0  # that ranks wait for each other
+SECONDS = 20.0  # that ranks wait for each other
 Value = TypeVar("Value")
 
 
