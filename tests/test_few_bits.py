@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import tiny_model, write_model
 from quantised_models import quantise_model
 from quantised_packing import WAYS
 from safetensors.torch import load_file, save_file
@@ -57,6 +58,20 @@ def test_a_quantised_file_stays_quantised(way: str, tmp_path: Path, request: pyt
         assert all(layer.weight.untyped_storage().nbytes() <= 8 for layer in kept)
         floats = sum(4 * parameter.numel() for parameter in llm.target.parameters())
         assert llm.budget.weight_bytes == held_bytes(llm.target) < 0.8 * floats
+        assert llm.generate([PROMPT], FEW)[0].outputs[0].token_ids == wanted[: FEW.max_tokens]
+
+
+def test_a_gguf_file_stays_quantised(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Of the mixed types that most files have."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    model = tiny_model("llama", **sizes, tie_word_embeddings=False)
+    path = write_model(tmp_path / "model.gguf", model, "llama", ("Q4_K", "Q6_K", "Q8_0"))
+    wanted = said(path, cpu_activations="float32")
+    request.getfixturevalue("interpreted")
+    with LLM(path, None, **OPTIONS) as llm:
+        assert all(isinstance(layer.packed, Quantised) for layer in matrices(llm))
+        assert isinstance(llm.target.head.packed, Quantised)
+        assert llm.budget.weight_bytes == held_bytes(llm.target)
         assert llm.generate([PROMPT], FEW)[0].outputs[0].token_ids == wanted[: FEW.max_tokens]
 
 

@@ -20,6 +20,7 @@ DTYPES = {
     "fp16": torch.float16,
     "half": torch.float16,
 }
+CPU_ACTIVATIONS = ("auto", "int8", "float32")
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,7 @@ class EngineConfig:
     watchdog: WatchdogConfig | None = WatchdogConfig()
     enforce_eager: bool = False  # no CUDA graphs
     quantization: str | None = None  # how the target is quantised; on a GPU, dense matrices can be rounded to fp8, int4
+    cpu_activations: str = "auto"  # what GGUF matrices are multiplied by on a CPU: int8 (auto, if it pays) or float32
     exact: bool = False  # on a GPU too, no token depends on what else is computed with it, to the last bit
     threads: int | None = None  # of the CPU, for the whole process; None: as many as the machine has to spare
     tokenizer: str | Path | None = None  # None: the one that comes with the model
@@ -210,6 +212,9 @@ class EngineConfig:
             raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len!r}")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; known: auto, {', '.join(DTYPES)}")
+        if self.cpu_activations not in CPU_ACTIVATIONS:
+            known = ", ".join(CPU_ACTIVATIONS)
+            raise ValueError(f"unknown cpu_activations {self.cpu_activations!r}; known: {known}")
 
     @property
     def num_ranks(self) -> int:

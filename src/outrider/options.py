@@ -29,6 +29,7 @@ _LENGTH_HELP = "Longest context, prompt and answer together; as 4096 or 4k."
 _QUANTIZATION_HELP = "How the target is quantised. On a GPU a dense one can be rounded to fp8 or int4."
 _RANKS_HELP = "Processes, each with a GPU if there are as many, that share every layer."
 _STAGES_HELP = "Stages, each with some of the layers and as many processes as share them."
+_ACTIVATIONS_HELP = "What GGUF matrices are multiplied by on a CPU: int8 (auto, where it pays) or float32."
 _EXACT_HELP = "On a GPU: the bits of a token do not depend on what else is computed with it."
 _CHAT_HELP = "Put prompts through the chat template. By default, if the model has one."
 _PROMPTS_HELP = 'JSONL with "prompt", "turns" or "prompt_token_ids" on each line.'
@@ -49,6 +50,7 @@ Device = Annotated[str, option(ENGINE, "--device", metavar="NAME", help="cpu, cu
 MaxModelLen = Annotated[int | None, option(ENGINE, "--max-model-len", metavar="N", help=_LENGTH_HELP, parser=length)]
 Threads = Annotated[int | None, option(ENGINE, "--threads", metavar="N", help=_THREADS_HELP, min=1)]
 Quantization = Annotated[str | None, option(ENGINE, "--quantization", metavar="NAME", help=_QUANTIZATION_HELP)]
+CpuActivations = Annotated[str, option(ENGINE, "--cpu-activations", metavar="NAME", help=_ACTIVATIONS_HELP)]
 Exact = Annotated[bool, option(ENGINE, "--exact", help=_EXACT_HELP)]
 Eager = Annotated[bool, option(ENGINE, "--enforce-eager", help="On a GPU: no CUDA graphs.")]
 TensorParallelSize = Annotated[int, option(ENGINE, "--tensor-parallel-size", metavar="N", help=_RANKS_HELP, min=1)]
@@ -76,6 +78,7 @@ class EngineOptions:
     max_model_len: MaxModelLen = None
     threads: Threads = None
     quantization: Quantization = None
+    cpu_activations: CpuActivations = "auto"
     exact: Exact = False
     enforce_eager: Eager = False
     tensor_parallel_size: TensorParallelSize = 1
@@ -107,6 +110,7 @@ class EngineOptions:
             "max_model_len": self.max_model_len,
             "threads": self.threads,
             "quantization": self.quantization,
+            "cpu_activations": self.cpu_activations,
             "exact": self.exact,
             "enforce_eager": self.enforce_eager,
             "tensor_parallel_size": self.tensor_parallel_size,
@@ -136,6 +140,7 @@ class EngineOptions:
             "--quantization": self.quantization,
             "--tensor-parallel-size": self.tensor_parallel_size if self.tensor_parallel_size > 1 else None,
             "--pipeline-parallel-size": self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else None,
+            "--cpu-activations": self.cpu_activations,
         }
         flags = {
             "--no-draft": self.no_draft,

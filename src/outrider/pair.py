@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,11 +35,12 @@ from outrider.engine.stages import AbsentDrafter, split_layers
 from outrider.engine.team import Team, device_for
 from outrider.engine.workers import Workers, return_workers, take_workers
 from outrider.hub import TOKENIZER_PATTERNS, located
+from outrider.kernels import native
 from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.cached import recurrent_layers
 from outrider.layers.exact import make_exact
 from outrider.layers.linear import deferred
-from outrider.layers.packing import held_bytes, pack_weights, share_blocks
+from outrider.layers.packing import gains_from_packing, held_bytes, pack_weights, share_blocks
 from outrider.layers.split import split_over
 from outrider.models.base import Target
 from outrider.preflight import refuse_drafter
@@ -141,12 +142,14 @@ def open_pair(
                 kinds[drafter_checkpoint] = rounded_to(config.speculative.quantization, drafter_checkpoint)
             elif lives_in_target(config.speculative):
                 drafter_checkpoint = checkpoint
+        _check_activations(config, kinds)
         keeps = any(keeps_few_bits(source, config.torch_device, kind) for source, kind in kinds.items())
         # matrices of layers that are on other stages never get memory
         defers = deferred() if keeps or config.pipeline_parallel_size > 1 else nullcontext()
         with startup.timed("models"), building(config.torch_device, dtype), defers:
             with split_over(ranks):
                 target = build_target(checkpoint)
+            _check_dtype(config, target, dtype)
             if config.speculative is not None:
                 with split_over(ranks if is_split(config, drafter_checkpoint, checkpoint) else None):
                     drafter = build_drafter(config.speculative, target, drafter_checkpoint)
@@ -166,9 +169,9 @@ def open_pair(
             loaded.append((drafter, drafter_checkpoint))
         bounded, demand = _bounded(config, target), demand_of(target, drafter)
         if not keeps:
-            budget = plan_memory(bounded, demand, _weight_bytes(loaded))
+            budget = plan_memory(bounded, demand, _weight_bytes(loaded, config))
         with startup.timed("weights"):
-            _load(loaded, progress, kinds)
+            _load(loaded, progress, kinds, config)
         held = held_bytes(*(module for module, _ in loaded))
         if keeps:  # what it comes to is known only now
             budget = plan_memory(bounded, demand, held)
@@ -272,11 +275,13 @@ def _load(
     loaded: Sequence[tuple[Target | Drafter, Checkpoint]],
     progress: Progress | None,
     kinds: Mapping[Checkpoint, Kind | None],
+    config: EngineConfig,
 ) -> None:
     """Weights, in the forms that they are computed with. `kinds`: what matrices of each checkpoint are rounded to."""
     kept: KeptBlocks = {}
     for module, source in loaded:
-        load_weights(module, source, progress, kept if can_keep_blocks(module, source) else None, kinds[source])
+        keeps = can_keep_blocks(module, source, small_too=config.cpu_activations == "int8")
+        load_weights(module, source, progress, kept if keeps else None, kinds[source], tiled=_is_tiled(config))
     for module, _ in loaded:
         share_blocks(module, kept)
         if isinstance(module, Drafter):
@@ -286,12 +291,37 @@ def _load(
             pack_weights(module)
 
 
-def _weight_bytes(loaded: Sequence[tuple[Target | Drafter, Checkpoint]]) -> int:
+def _is_tiled(config: EngineConfig) -> bool:
+    """Whether matrices of a GGUF file that stay quantised are multiplied in whole numbers: it is what such files are
+    made for, and several times as fast. Rows stay independent of each other, so what holds of floats holds here."""
+    return config.cpu_activations != "float32"
+
+
+def _check_activations(config: EngineConfig, checkpoints: Iterable[Checkpoint]) -> None:
+    if config.cpu_activations != "int8":
+        return
+    if config.torch_device.type != "cpu" or native.library() is None:
+        raise ValueError("cpu_activations int8 is for CPUs, with a C compiler: leave it out, or install one as `cc`")
+    if not any(isinstance(checkpoint, GgufCheckpoint) for checkpoint in checkpoints):
+        raise ValueError("cpu_activations int8 is for quantised GGUF files: leave it out, or give one")
+
+
+def _check_dtype(config: EngineConfig, target: Target, dtype: torch.dtype) -> None:
+    if config.torch_device.type == "cpu" and dtype != torch.float32 and gains_from_packing(target):
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{name} on a CPU would widen every weight for every token: leave dtype out (auto is float32, and weights "
+            "that were stored in bfloat16 are still read in 16 bits)"
+        )
+
+
+def _weight_bytes(loaded: Sequence[tuple[Target | Drafter, Checkpoint]], config: EngineConfig) -> int:
     """What the weights will take, at most."""
     total, modules = 0, []
     for module, source in loaded:
-        if isinstance(source, GgufCheckpoint) and can_keep_blocks(module, source):
-            total += source.held_bytes
+        small_too = config.cpu_activations == "int8"
+        if isinstance(source, GgufCheckpoint) and can_keep_blocks(module, source, small_too=small_too):
+            total += source.held_bytes(tiled=_is_tiled(config))
         else:
             modules.append(module)
     return total + parameter_bytes(*modules)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM
-from outrider.engine.finite import SCALES, FiniteCheck, blocks_are_finite
+from outrider.engine.finite import SCALES, FiniteCheck, scales_are_finite
 from outrider.engine.gguf_file import TENSOR_TYPES
 from outrider.kernels.packed import Blocks
 from outrider.layers import packing
@@ -112,14 +112,14 @@ def test_every_scale_of_a_block_is_looked_at(number: int) -> None:
     blocks = clean.view(-1, size)
     for place in SCALES[name]:
         blocks[:, place + 1] &= 0x3B  # a scale that is neither infinite nor large
-    assert blocks_are_finite(Blocks(clean, number, 3 * length))
+    assert scales_are_finite(Blocks(clean, number, 3 * length))
     kind = gguf.GGMLQuantizationType(number)
     assert numpy.isfinite(gguf.quants.dequantize(clean.numpy(), kind)).all()
     for place in SCALES[name]:
         for bits in (0x7C, 0x7E, 0xFC, 0xFF):
             broken = clean.clone()
             broken.view(-1, size)[5, place + 1] = bits
-            assert not blocks_are_finite(Blocks(broken, number, 3 * length))
+            assert not scales_are_finite(Blocks(broken, number, 3 * length))
             with numpy.errstate(invalid="ignore"):
                 assert not numpy.isfinite(gguf.quants.dequantize(broken.numpy(), kind)).all()
 

@@ -333,6 +333,7 @@ def tensor_info(*shape: int, kind: int, offset: int) -> bytes:
         (tensor_info(2**62, 2**62, kind=0, offset=0), "beyond the end"),
         (tensor_info(32, 7, kind=0, offset=1), "multiple of 32"),
         (tensor_info(16, 8, kind=8, offset=0), "blocks of 32"),
+        (tensor_info(384, 8, kind=12, offset=0), "blocks of 256; download or convert"),
         (tensor_info(32, 0, kind=0, offset=0), "blocks of 1"),
         (tensor_info(32, 8, kind=16, offset=0), "type 16; only F32"),
     ],

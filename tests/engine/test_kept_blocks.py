@@ -9,7 +9,7 @@ from gguf_files import tiny_model, write_model
 from outrider import LLM, SamplingParams
 from outrider.engine.gguf import GgufCheckpoint
 from outrider.kernels import native
-from outrider.kernels.packed import BLOCKS
+from outrider.kernels.packed import BLOCKS, TILES
 from outrider.layers import packing
 from outrider.layers.packing import held_bytes, packable
 
@@ -23,15 +23,15 @@ def test_memory_is_planned_for_what_will_be_held(tmp_path: Path) -> None:
     model = tiny_model("llama", tie_word_embeddings=False)
     plain = GgufCheckpoint(write_model(tmp_path / "plain.gguf", model, "llama", ("F16",)))
     num_elements = sum(parameter.numel() for parameter in model.parameters())
-    assert plain.held_bytes == num_elements * 6
+    assert plain.held_bytes(tiled=False) == num_elements * 6
     quantised = GgufCheckpoint(write_model(tmp_path / "quantised.gguf", model, "llama", ("Q8_0",)))
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
-    assert quantised.held_bytes == (num_elements - vectors) // 32 * 34 + vectors * 6
+    assert quantised.held_bytes(tiled=False) == (num_elements - vectors) // 32 * 34 + vectors * 6
 
 
 def answers(path: Path, speculative: dict | None) -> tuple[list[tuple[tuple[int, ...], object]], LLM]:
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=12, logprobs=2, ignore_eos=True)
-    llm = LLM(path, speculative, max_model_len=64)
+    llm = LLM(path, speculative, max_model_len=64, cpu_activations="float32")
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
     completions = [output.outputs[0] for output in outputs]
     return [(tuple(each.token_ids), each.logprobs) for each in completions], llm
@@ -65,14 +65,13 @@ def test_what_is_no_block_stays_floats(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(packing, "SMALL_MODEL", 0)
     model = tiny_model("qwen2", tie_word_embeddings=False)
     mixed = write_model(tmp_path / "mixed.gguf", model, "qwen2", ("Q8_0", "F32"))
-    with LLM(mixed, None, max_model_len=64) as llm:
+    with LLM(mixed, None, max_model_len=64, cpu_activations="float32") as llm:
         forms = [layer.packed is not None and layer.packed.kind == BLOCKS for layer in packable(llm.target)]
         assert any(forms)
         assert not all(forms)
         assert all(p.isfinite().all() for layer in packable(llm.target) if layer.packed is None for p in [layer.weight])
-    with LLM(mixed, None, max_model_len=64, dtype="bfloat16") as llm:
-        assert all(layer.packed is None for layer in packable(llm.target))
-        assert all(parameter.isfinite().all() for parameter in llm.target.parameters())
+    with pytest.raises(ValueError, match=r"bfloat16 on a CPU would widen every weight .* leave dtype out"):
+        LLM(mixed, None, max_model_len=64, dtype="bfloat16")
 
 
 @needs_compiler
@@ -80,6 +79,7 @@ def test_a_weight_without_memory_cannot_be_used_by_mistake(tmp_path: Path, monke
     monkeypatch.setattr(packing, "SMALL_MODEL", 0)
     path = write_model(tmp_path / "model.gguf", tiny_model("qwen2", tie_word_embeddings=True), "qwen2", TYPES)
     with LLM(path, None, max_model_len=64) as llm:
+        assert llm.target.head.packed.kind == TILES, "the default"
         weight = llm.target.head.weight
         assert weight.shape == (48, 32)
         assert weight.isnan().all()

@@ -60,6 +60,7 @@ METHODS = ("eagle3", "dflash", "mtp", "ngram")
 DRAFT_VOCABULARY = 32000
 NUM_MODULES = 3
 NUM_BLOCK_LAYERS = 5
+NO_BIAS = {"attention_bias": False, "mlp_bias": False}  # whatever the target's layers have
 
 
 def shape_of(name: str) -> dict[str, Any]:
@@ -232,8 +233,8 @@ def _eagle3(target: Target) -> Outline:
         "midlayer.hidden_norm.weight": (size,),
         **_layer(target, 2 * size, "midlayer.", head_norms=False),
     }
-    config = {**target.config, "num_hidden_layers": 1, "draft_vocab_size": vocabulary, "tie_word_embeddings": False}
-    return Outline(config, shapes)
+    config = {**target.config, **NO_BIAS, "num_hidden_layers": 1, "draft_vocab_size": vocabulary}
+    return Outline({**config, "tie_word_embeddings": False}, shapes)
 
 
 def _dflash(target: Target) -> Outline:
@@ -247,5 +248,5 @@ def _dflash(target: Target) -> Outline:
     for number in range(count):
         shapes |= _layer(target, size, f"layers.{number}.", head_norms=True)
     details = {"mask_token_id": 0, "target_layer_ids": taps}
-    config = {**target.config, "num_hidden_layers": count, "block_size": 16, "dflash_config": details}
+    config = {**target.config, **NO_BIAS, "num_hidden_layers": count, "block_size": 16, "dflash_config": details}
     return Outline({**config, "tie_word_embeddings": False}, shapes)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from outrider import __version__
 from outrider.bench.interleave import memory_bandwidth
@@ -20,6 +21,9 @@ from outrider.bench.random_peers import NUM_RUNS, PeerCost, check_peers, measure
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.request import Request
+from outrider.layers.embedding import Embedding
+from outrider.layers.moe import share_read
+from outrider.layers.packing import packable
 from outrider.sampling_params import SamplingParams
 from outrider.threads import threads
 
@@ -66,7 +70,10 @@ def measure_all(plan: Plan, methods: Sequence[str], against: Sequence[str], num_
     rows = max((1 + plan.num_speculative_tokens) * rounds, num_tokens)
     plan = replace(plan, config=replace(plan.config, max_model_len=plan.context + rows))
     settings = [None, *(_settings(plan, name) for name in methods)]
-    costs = [measure(replace(plan, config=replace(plan.config, speculative=each))) for each in settings]
+    costs = []
+    for each in settings:
+        costs.append(measure(replace(plan, config=replace(plan.config, speculative=each))))
+        _free_memory()  # of an engine that nobody knows any more
     device = plan.config.torch_device
     found = to_dict(plan, costs, memory_bandwidth(device) if device.type == "cuda" else None)
     others = _peers(plan, against, num_tokens)
@@ -120,7 +127,7 @@ def whole_rate(plan: Plan, num_tokens: int) -> float:
                 engine.step()
             rates.append(num_tokens * len(requests) / (time.perf_counter() - begin))
     finally:
-        _close(engine)
+        engine.close()
     return statistics.median(rates[1:])
 
 
@@ -143,20 +150,20 @@ def measure(plan: Plan) -> Cost:
         assert all(not request.finished for request in requests), "a request ended while it was measured"
         device_ms = engine.replay_ms(plan.num_rounds)
         length = statistics.fmean(len(request.tokens) for request in requests)
+        rows = plan.batch_size * (1 if speculative is None else 1 + plan.num_speculative_tokens)
         return Cost(
             name="plain" if speculative is None else str(speculative.method),
             round_ms=times,
             device_ms=device_ms,
             tokens_per_round=tokens,
-            weight_bytes=_pass_bytes(engine),
+            weight_bytes=_pass_bytes(engine, rows),
             cache_bytes=int(length * plan.batch_size * _cache_bytes_per_token(engine)),
         )
     finally:
-        _close(engine)
+        engine.close()
 
 
-def _close(engine: Engine) -> None:
-    engine.close()
+def _free_memory() -> None:
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -183,12 +190,20 @@ def _timed(engine: Engine, count: int) -> float:
     return time.perf_counter() - begin
 
 
-def _pass_bytes(engine: Engine) -> int:
-    """Weights that a round reads at least once: an embedding is looked up, not read."""
+def _pass_bytes(engine: Engine, num_rows: int) -> int:
+    """Weights that a round reads at least once, in the form that they have: an embedding is looked up, not read, and
+    of a mixture the experts that so many rows choose."""
     modules = [engine.target] if engine.drafter is None else [engine.target, engine.drafter]
     embedding = None if engine.target.is_tied else engine.target.embed.weight
-    parameters = {p for module in modules for p in module.parameters() if p is not embedding}
-    return sum(p.numel() * p.element_size() for p in parameters)
+    sizes: dict[nn.Parameter, float] = {}
+    for module in modules:
+        sizes |= {parameter: parameter.numel() * parameter.element_size() for parameter in module.parameters()}
+        for layer in packable(module):
+            if layer.packed is not None and not isinstance(layer, Embedding):
+                sizes[layer.weight] = layer.packed.num_bytes
+        for parameter, share in share_read(module, num_rows).items():
+            sizes[parameter] *= share
+    return int(sum(size for parameter, size in sizes.items() if parameter is not embedding))
 
 
 def _cache_bytes_per_token(engine: Engine) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.gguf_file import TENSOR_TYPES
-from outrider.kernels.packed import Blocks, Packed
+from outrider.kernels.packed import TILE_UNITS, Blocks, Packed, Tiles
 from outrider.kernels.quantised import Kind, Quantised
 from outrider.types import Checkpoint
 
@@ -50,11 +50,12 @@ class FiniteCheck:
                 if each is not None:
                     self.note(each, names)
             if packed.kind is Kind.FP8:
-                strange = ((packed.data & FP8_NAN) == FP8_NAN).any()
+                strange = ((packed.data.view(torch.uint8) & FP8_NAN) == FP8_NAN).any()
                 self._noted.append((names, packed.scale.dtype))
                 self._extremes.append(torch.where(strange, torch.nan, 0.0).expand(2))
             return
-        bad = [name for name, part in zip(names, packed.parts, strict=True) if not blocks_are_finite(part)]
+        parts: tuple[Blocks | Tiles, ...] = packed.parts
+        bad = [name for name, part in zip(names, parts, strict=True) if not scales_are_finite(part)]
         if bad:
             raise self._refusal(bad[0], "holds scales that are infinite or no numbers")
 
@@ -94,11 +95,14 @@ def check_kind(checkpoint: Checkpoint, name: str, tensor: Tensor, parameter: Ten
         )
 
 
-def blocks_are_finite(blocks: Blocks) -> bool:
-    """Whether all scales of quantised rows are."""
-    name, _, block_bytes = TENSOR_TYPES[blocks.type_number]
-    rows = blocks.data.view(-1, block_bytes)
-    return not any(_any_not_finite(rows[:, place : place + 2]) for place in SCALES[name])
+def scales_are_finite(rows: Blocks | Tiles) -> bool:
+    """Of quantised rows."""
+    if isinstance(rows, Tiles):
+        _, unit_bytes, place = TILE_UNITS[rows.type_number]
+        return not _any_not_finite(rows.data.view(-1, unit_bytes)[:, place].reshape(-1, 2))
+    name, _, block_bytes = TENSOR_TYPES[rows.type_number]
+    blocks = rows.data.view(-1, block_bytes)
+    return not any(_any_not_finite(blocks[:, place : place + 2]) for place in SCALES[name])
 
 
 def _any_not_finite(halves: Tensor) -> bool:

@@ -19,8 +19,9 @@ from outrider.engine.gguf_weights import (
     read_blocks,
     read_into,
     read_tensor,
+    read_tiles,
 )
-from outrider.kernels.packed import Blocks
+from outrider.kernels.packed import TILE_ROWS, Blocks, Tiles
 
 
 class GgufCheckpoint:
@@ -78,12 +79,21 @@ class GgufCheckpoint:
         """A quantised matrix as it is stored, with the rows in the order of the model's own checkpoint."""
         return read_blocks(self._memory, self._entry(name), self._checked_rope_heads(name))
 
-    @property
-    def held_bytes(self) -> int:
-        """What the tensors take in memory where quantised matrices stay as they are. Others are float32, and may be
-        packed as well, in half their size at most."""
-        floats = {name: math.prod(entry.shape) * 6 for name, entry in self._entries.items()}
-        return sum(entry.num_bytes if self.in_blocks(name) else floats[name] for name, entry in self._entries.items())
+    def tiles(self, name: str) -> Tiles:
+        """The same, laid out for dot products in whole numbers."""
+        return read_tiles(self._memory, self._entry(name), self._checked_rope_heads(name))
+
+    def held_bytes(self, *, tiled: bool) -> int:
+        """What the tensors take in memory where quantised matrices stay as they are, or are tiled. Others are float32,
+        and may be packed as well, in half their size at most."""
+        return sum(self._held(name, entry, tiled) for name, entry in self._entries.items())
+
+    def _held(self, name: str, entry: TensorEntry, tiled: bool) -> int:
+        if not self.in_blocks(name):
+            return math.prod(entry.shape) * 6
+        num_rows, row_len = entry.shape
+        in_tiles = -(-num_rows // TILE_ROWS) * Tiles.tile_bytes(entry.type_number, row_len)
+        return in_tiles if tiled else entry.num_bytes
 
     def close(self) -> None:
         self._memory.close()

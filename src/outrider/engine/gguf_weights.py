@@ -13,7 +13,8 @@ from torch import Tensor
 from outrider.engine.gguf_file import TensorEntry
 from outrider.engine.host_memory import give_back, use_large_pages
 from outrider.kernels import native
-from outrider.kernels.packed import Blocks
+from outrider.kernels.native_tiles import empty_tiles, write_tiles
+from outrider.kernels.packed import Blocks, Tiles
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CHUNK = (
@@ -71,6 +72,18 @@ def read_blocks(memory: mmap.mmap, entry: TensorEntry, num_heads: int = 0) -> Bl
     for part, stored in _stretches(memory, entry, data, whole=num_heads > 0):
         part.copy_(in_halves(stored, num_heads))
     return Blocks(data, entry.type_number, entry.shape[1])
+
+
+def read_tiles(memory: mmap.mmap, entry: TensorEntry, num_heads: int = 0) -> Tiles:
+    """The same, laid out for dot products in whole numbers."""
+    num_rows, row_len = entry.shape
+    tiles = empty_tiles(entry.type_number, num_rows, row_len)
+    use_large_pages(tiles.data)
+    first = 0
+    for part, stored in _stretches(memory, entry, torch.empty(num_rows, 0), whole=num_heads > 0):
+        write_tiles(tiles, Blocks(stored, entry.type_number, row_len), first, num_heads)
+        first += len(part)
+    return tiles
 
 
 def _stretches(memory: mmap.mmap, entry: TensorEntry, rows: Tensor, *, whole: bool) -> Iterator[tuple[Tensor, Tensor]]:

@@ -16,11 +16,12 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, drafters
 from outrider.engine.finite import FiniteCheck, check_kind
 from outrider.engine.gguf import GgufCheckpoint
+from outrider.engine.gguf_levels import quantised_of
 from outrider.engine.host_memory import use_large_pages
 from outrider.engine.quantised import QuantisedCheckpoint
 from outrider.engine.shares import fill_share, whole_shape
 from outrider.kernels.dispatch import use_native, use_triton
-from outrider.kernels.packed import Packed, pack_blocks
+from outrider.kernels.packed import Packed, pack_blocks, pack_tiles
 from outrider.kernels.quantised import Kind, Quantised, joined, quantise
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import give_memory, take_memory
@@ -91,10 +92,13 @@ def load_weights(
     progress: Progress | None = None,
     kept: KeptBlocks | None = None,
     kind: Kind | None = None,
+    *,
+    tiled: bool = False,
 ) -> None:
     """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it, and so is one that holds
     what no weight can be. Where `kept` is given, quantised matrices that can be used as they are come there, and their
-    parameters stay without memory; so do others, rounded to numbers of this kind, where one is given."""
+    parameters stay without memory; so do others, rounded to numbers of this kind, where one is given. `tiled`:
+    those of a GGUF file are laid out for dot products in whole numbers."""
     weights = module.weights()
     parameters = dict(module.named_parameters())
     is_part = isinstance(module, Target) and module.stage is not None  # other layers are loaded by other ranks
@@ -110,18 +114,21 @@ def load_weights(
     surplus = {actual[name] for name in present - used if not module.ignores(name)}
     _complain(checkpoint, "has, but nothing uses,", surplus, "the config.json does not describe these weights")
     keepable = {layer.weight for layer in packable(module)}
-    if not isinstance(checkpoint, GgufCheckpoint):  # rows of an embedding are looked up, not computed with
+    if _is_for_gpu(next(module.parameters())) or not isinstance(checkpoint, GgufCheckpoint):
+        # rows of an embedding are looked up, not computed with
         keepable -= {layer.weight for layer in packable(module) if isinstance(layer, Embedding)}
     # a part of a matrix is read from floats: blocks may reach across its borders
     blocks = {parameter for parameter in keepable if cut_of(parameter) is None}
+    multiplied = {layer.weight for layer in packable(module) if not isinstance(layer, Embedding)} if tiled else set()
     check = FiniteCheck(checkpoint)
     weights = {name: weight for name, weight in weights.items() if name in parameters}
     for done, (name, weight) in enumerate(weights.items()):
         stored = replace(weight, names=tuple(actual[source] for source in weight.names))
         parameter = parameters[name]
-        keeps = kept is not None and parameter in blocks and _keep_blocks(parameter, checkpoint, name, stored, kept)
-        if keeps:
-            assert kept is not None
+        form = None
+        if kept is not None and parameter in blocks:
+            form = _as_stored(parameter, checkpoint, name, stored, tiled=parameter in multiplied)
+        if kept is not None and _keep(parameter, form, kept):
             check.note_kept(kept[parameter], stored.names)
         else:
             _fill(parameter, checkpoint, name, stored)
@@ -134,39 +141,50 @@ def load_weights(
     check.complain()
 
 
-def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint) -> bool:
-    """Whether quantised weights can be computed with as they are: by native kernels, and if it is worth it."""
+def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint, *, small_too: bool = False) -> bool:
+    """Whether quantised weights can be computed with as they are: on a GPU, or by native kernels, and if it is worth it
+    there (or it need not be)."""
     floats = next(module.parameters())
+    if _is_for_gpu(floats) or not isinstance(checkpoint, GgufCheckpoint):
+        return _is_for_gpu(floats)
     with torch.inference_mode():
-        if isinstance(checkpoint, GgufCheckpoint):
-            return use_native(floats) and gains_from_packing(module)
+        return use_native(floats) and (small_too or gains_from_packing(module))
+
+
+def _is_for_gpu(floats: Tensor) -> bool:
+    with torch.inference_mode():
         return use_triton(floats)
 
 
 def keeps_few_bits(checkpoint: Checkpoint, device: torch.device, kind: Kind | None) -> bool:
     """Whether matrices of this checkpoint stay in few bits on a GPU."""
-    with torch.inference_mode():
-        is_able = use_triton(torch.empty(0, device=device))
+    is_able = _is_for_gpu(torch.empty(0, device=device))
     if kind is not None and not is_able:
         raise ValueError(f"quantization {kind.value} is for GPUs, with Triton: leave it out, or use a quantised file")
-    return is_able and (kind is not None or isinstance(checkpoint, QuantisedCheckpoint))
+    return is_able and (kind is not None or isinstance(checkpoint, QuantisedCheckpoint | GgufCheckpoint))
 
 
-def _keep_blocks(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight, kept: KeptBlocks) -> bool:
-    """False where the tensors are not all quantised."""
+def _as_stored(
+    parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight, *, tiled: bool
+) -> Packed | Quantised | None:
+    """None where the tensors are not all quantised, or have no common form."""
     if weight.combine is not None:
-        return False
+        return None
     if isinstance(checkpoint, GgufCheckpoint):
         if not all(map(checkpoint.in_blocks, weight.names)):
-            return False
+            return None
         _parts(parameter, checkpoint, name, weight)  # complains about shapes
-        return _keep(parameter, pack_blocks([checkpoint.blocks(source) for source in weight.names]), kept)
+        if _is_for_gpu(parameter):
+            return quantised_of([checkpoint.blocks(source) for source in weight.names], parameter.device)
+        if tiled:
+            return pack_tiles([checkpoint.tiles(source) for source in weight.names])
+        return pack_blocks([checkpoint.blocks(source) for source in weight.names])
     if not isinstance(checkpoint, QuantisedCheckpoint):
-        return False
+        return None
     _parts(parameter, checkpoint, name, weight)
     parts = [checkpoint.quantised(source, parameter.device) for source in weight.names]
     found = [part for part in parts if part is not None]
-    return _keep(parameter, joined(found) if len(found) == len(parts) else None, kept)
+    return joined(found) if len(found) == len(parts) else None
 
 
 def _keep(parameter: nn.Parameter, form: Packed | Quantised | None, kept: KeptBlocks) -> bool:

@@ -1,10 +1,11 @@
-"""A decoder block as one native call: the same kernels and the same bits as step by step, less time in Python."""
+"""A decoder block, or several, as one native call: the same kernels and the same bits as step by step, less time in
+Python."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +15,13 @@ from outrider.kernels import native
 from outrider.kernels.packed import Packed
 from outrider.types import Batch
 
-# block_layer and block_call of block.c: eight bytes a field
-_LAYER = struct.Struct("@16q 7q 5q 4d 6q 6q")
+# block_layer, block_call and what stack_call has beside one, of block.c: eight bytes a field
+_LAYER = struct.Struct("@16q 10q 6q 6d 6q 6q")
 _CALL = struct.Struct("@11q 6q")
+_STACK = struct.Struct("@4q")
 MATRICES = ("qkv", "output", "gate_up", "down")
 VECTORS = ("qkv_bias", "q_norm", "k_norm", "output_bias", "mlp_norm", "gate_up_bias", "down_bias")
+NORMS = ("attention_norm", "attended_norm", "fed_norm")  # those that not every block has
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,9 @@ class BlockShape:
     eps: float
     head_eps: float
     scale: float
+    norm_offset: float = 0.0
+    head_offset: float = 0.0
+    gelu: bool = False
 
 
 class NativeBlock:
@@ -47,7 +53,7 @@ class NativeBlock:
         intermediate_size = gate_up.shape[0] // 2
         attention_width = qkv.shape[0] + 2 * output.shape[1]  # qkv, queries, attended values
         self._scratch_width = 3 * self.hidden_size + max(attention_width, 3 * intermediate_size)
-        tensors = [vectors[name] for name in VECTORS]
+        tensors = [vectors.get(name) for name in (*VECTORS, *NORMS)]
         packed = _LAYER.pack(
             *(field for name in MATRICES for field in native.matrix_fields(*matrices[name])),
             *(0 if tensor is None else native._address(tensor) for tensor in tensors),
@@ -56,10 +62,13 @@ class NativeBlock:
             shape.num_heads,
             intermediate_size,
             shape.window,
+            shape.gelu,
             shape.eps,
             shape.head_eps,
             shape.scale,
             0.0,
+            shape.norm_offset,
+            shape.head_offset,
             *native._page_view(pages[0]),
             *native._page_view(pages[1]),
         )
@@ -86,6 +95,46 @@ class NativeBlock:
             torch.get_num_threads(),
         )
         native._native().block(call)
+        return out
+
+
+class NativeStack:
+    """Blocks that follow each other, in one call; each norms its input itself."""
+
+    def __init__(self, blocks: Sequence[NativeBlock], angles_of: Sequence[int]) -> None:
+        """angles_of: which of the rotary tables each one turns by."""
+        self._blocks = blocks
+        self._addresses = torch.tensor([block._address for block in blocks], device="cpu")
+        self._angles_of = torch.tensor(angles_of, device="cpu")
+        self.hidden_size = blocks[0].hidden_size
+        self._scratch_width = max(block._scratch_width for block in blocks)
+
+    def __call__(self, residual: Tensor, batch: Batch, rotaries: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """The residual stream before the first block [T, H] -> after the last one."""
+        num_rows, residual = len(residual), residual.contiguous()
+        out = residual.new_empty(num_rows, self.hidden_size)
+        scratch = residual.new_empty(num_rows * self._scratch_width)
+        fields = [_batch_fields(batch, rotary) for rotary in rotaries]
+        angles = b"".join(
+            struct.pack("@3q", *each[:2], rotary[0].shape[1]) for each, rotary in zip(fields, rotaries, strict=True)
+        )
+        kept = ctypes.create_string_buffer(angles, len(angles))
+        tables = self._addresses.data_ptr(), self._angles_of.data_ptr(), ctypes.addressof(kept)
+        stack = _STACK.pack(*tables, len(self._blocks))
+        call = _CALL.pack(
+            0,
+            residual.data_ptr(),
+            0,
+            *fields[0],
+            scratch.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            *batch.page_table.shape,
+            0,
+            batch.first_key,
+            torch.get_num_threads(),
+        )
+        native._native().stack(stack + call)
         return out
 
 

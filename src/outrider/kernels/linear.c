@@ -174,7 +174,13 @@ static void linear_tasks(const linear_work *work, const linear_plan *plan, long 
     }
 }
 
+static void tiled_linear(const linear_work *work);
+
 EXPORT void outrider_linear(const linear_work *work) {
+    if (work->matrix.kind == TILES) {
+        tiled_linear(work);
+        return;
+    }
     linear_plan plan = plan_linear(work);
     long counter = 0, amount = work->num_rows * work->num_outputs * work->depth;
     if (amount < SMALL_WORK || work->num_threads == 1) {

@@ -39,13 +39,13 @@ def linear(
             return linear(x, packed.dense(x.dtype), bias, residual=residual, exact=exact, out=out)
         from outrider.kernels.gpu import quantised
 
-        return quantised.linear(x, packed, bias, residual, out=out)
+        return quantised.linear(x, packed, bias, residual, exact=exact, out=out)
     if use_native(x):
         y = native.linear(x, weight, bias, packed)
     elif _in_triton(x, weight, exact):
         from outrider.kernels.gpu import linear as gpu
 
-        return gpu.linear(x, weight, bias, residual, out=out)
+        return gpu.linear(x, weight, bias, residual, exact=exact, out=out)
     elif residual is not None and bias is None and x.is_cuda:
         return torch.addmm(residual, x, weight.T, out=out)
     elif out is not None and bias is None and x.is_cuda:
@@ -71,11 +71,11 @@ def silu_linear(
             return silu_linear(x, packed.dense(x.dtype), bias, exact=exact)
         from outrider.kernels.gpu import quantised
 
-        return quantised.linear(x, packed, bias, gated=True)
+        return quantised.linear(x, packed, bias, gated=True, exact=exact)
     if _in_triton(x, weight, exact):
         from outrider.kernels.gpu import linear as gpu
 
-        return gpu.linear(x, weight, bias, gated=True)
+        return gpu.linear(x, weight, bias, gated=True, exact=exact)
     return silu_mul(linear(x, weight, bias, packed))
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.kernels.activation import Activation
-from outrider.kernels.dispatch import use_triton
+from outrider.kernels import native_experts
+from outrider.kernels.activation import Activation, gelu_tanh_mul, silu_mul
+from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.linear import linear
 
 
@@ -41,6 +42,9 @@ def experts(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, acti
         from outrider.kernels.gpu import moe as gpu
 
         return gpu.experts(x, ids, shares, weights, activation)
+    if use_native(x) and activation in (silu_mul, gelu_tanh_mul):
+        matrices, biases = (weights.up, weights.down), (weights.up_bias, weights.down_bias)
+        return native_experts.experts(x, ids, shares, matrices, biases, gelu=activation is gelu_tanh_mul)
     return experts_reference(x, ids, shares, weights, activation)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.kernels.packed import BLOCKS, Blocks, Packed
+from outrider.kernels.packed import BLOCKS, TILES, Blocks, Packed
 
 SOURCE = Path(__file__).with_name("native.c")
 SOURCES = sorted(SOURCE.parent.glob("*.c"))  # native.c includes the others
@@ -40,8 +40,12 @@ _OPERATIONS = (
     "rope_write",
     "paged_attention",
     "block",
+    "stack",
+    "experts",
     "mamba",
     "dequantise",
+    "tile",
+    "untile",
     "lay_out",
     "judge",
     "write_outcome",
@@ -176,8 +180,8 @@ def matrix_fields(weight: Tensor, packed: Packed | None) -> tuple[int, int, int,
     """matrix of native.c: one weight, in one or two forms."""
     if packed is None:
         return _address(weight), 0, 0, 0
-    if packed.kind == BLOCKS:  # there is no weight beside them
-        return 0, packed.data.data_ptr(), 0, BLOCKS
+    if packed.kind in (BLOCKS, TILES):  # there is no weight beside them
+        return 0, packed.data.data_ptr(), 0, packed.kind
     scales = 0 if packed.scales is None else packed.scales.data_ptr()
     return _address(weight), packed.data.data_ptr(), scales, packed.kind
 

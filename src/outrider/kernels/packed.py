@@ -9,8 +9,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-BFLOAT16, AFFINE4, SCALED8, BLOCKS = 1, 2, 3, 4  # as in unpack.c
+BFLOAT16, AFFINE4, SCALED8, BLOCKS, TILES = 1, 2, 3, 4, 5  # as in unpack.c
 BLOCK = 32
+TILE_ROWS = 16  # as in tiles.c
+# by the type of a GGUF file's blocks: numbers of a row, bytes of sixteen rows of them (unit_bytes of tiles.c), and
+# where among these the half-precision scales lie
+TILE_UNITS = {
+    2: (32, 288, slice(256, 288)),  # Q4_0
+    3: (32, 320, slice(256, 320)),  # Q4_1
+    6: (32, 352, slice(320, 352)),  # Q5_0
+    7: (32, 384, slice(320, 384)),  # Q5_1
+    8: (32, 544, slice(512, 544)),  # Q8_0
+    12: (256, 2368, slice(2048, 2112)),  # Q4_K
+    13: (256, 2880, slice(2560, 2624)),  # Q5_K
+    14: (256, 3360, slice(3072, 3104)),  # Q6_K
+}
 PROBE_ROWS = 16  # enough to see that a matrix has no such form, as most of the time
 CHUNK_ROWS = 4096
 
@@ -25,13 +38,33 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class Tiles:
+    """The same numbers and scales, sixteen rows side by side: for dot products in whole numbers (tiles.c)."""
+
+    data: Tensor  # [tiles, bytes of a tile] uint8
+    type_number: int
+    row_len: int
+    num_rows: int
+    skipped: int = 0  # rows of the first tile that do not count
+
+    @staticmethod
+    def tile_bytes(type_number: int, row_len: int) -> int:
+        unit, num_bytes, _ = TILE_UNITS[type_number]
+        return row_len // unit * num_bytes
+
+    def rows_from(self, first: int) -> Tiles:
+        passed, skipped = divmod(self.skipped + first, TILE_ROWS)
+        return replace(self, data=self.data[passed:], num_rows=self.num_rows - first, skipped=skipped)
+
+
+@dataclass(frozen=True)
 class Packed:
     kind: int
-    # bfloat16 bits [N, K] int16; two weights a byte [N, K / 2] uint8; [N, K] int8; or of BLOCKS, where each part is:
-    # address, first row after it, type, bytes of a row [parts, 4] int64
+    # bfloat16 bits [N, K] int16; two weights a byte [N, K / 2] uint8; [N, K] int8; or where each part is [parts, 4]
+    # int64: address, first row after it, type, and of BLOCKS the bytes of a row, of TILES its `skipped`
     data: Tensor
     scales: Tensor | None = None  # of every block of 32 along K: scale and offset [N, K / 32, 2], or scale [N, K / 32]
-    parts: tuple[Blocks, ...] = ()  # of BLOCKS, one below the other: all there is of the weight
+    parts: tuple[Blocks, ...] | tuple[Tiles, ...] = ()  # one below the other: all there is of the weight
 
     @property
     def num_bytes(self) -> int:
@@ -42,11 +75,18 @@ class Packed:
         """Without the first rows."""
         if not self.parts:
             return Packed(self.kind, self.data[first:], None if self.scales is None else self.scales[first:])
-        kept, passed = [], 0
+        blocks, tiles, passed = [], [], 0
         for part in self.parts:
-            kept.append(replace(part, data=part.data[max(first - passed, 0) :]))
-            passed += len(part.data)
-        return pack_blocks([part for part in kept if len(part.data)])
+            num_rows = part.num_rows if isinstance(part, Tiles) else len(part.data)
+            without = max(first - passed, 0)
+            passed += num_rows
+            if without >= num_rows:
+                continue
+            if isinstance(part, Tiles):
+                tiles.append(part.rows_from(without))
+            else:
+                blocks.append(replace(part, data=part.data[without:]))
+        return pack_tiles(tiles) if tiles else pack_blocks(blocks)
 
 
 def pack_blocks(parts: Sequence[Blocks]) -> Packed:
@@ -56,6 +96,15 @@ def pack_blocks(parts: Sequence[Blocks]) -> Packed:
         end += len(part.data)
         table.append((part.data.data_ptr(), end, part.type_number, part.data.shape[1]))
     return Packed(BLOCKS, torch.tensor(table, dtype=torch.int64, device="cpu"), parts=tuple(parts))
+
+
+def pack_tiles(parts: Sequence[Tiles]) -> Packed:
+    """The same in tiles: what it is multiplied by is rounded to 8 bits first."""
+    table, end = [], 0
+    for part in parts:
+        end += part.num_rows
+        table.append((part.data.data_ptr(), end, part.type_number, part.skipped))
+    return Packed(TILES, torch.tensor(table, dtype=torch.int64, device="cpu"), parts=tuple(parts))
 
 
 def pack(weight: Tensor) -> Packed | None:

@@ -4,7 +4,7 @@ computed with as it is: numbers are widened where they are used. What it stands 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from outrider.kernels.dispatch import use_triton
 
-MAX_HALF = 64  # columns whose numbers lie in the lower halves of neighbouring bytes
+RUN = 128  # numbers whose words lie together, at most
+MIN_PART = 16  # numbers that a tensor core takes at once
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_MAX = 448.0
 GROUPS = (128, 64, 32)  # numbers that share a scale, where that is ours to choose: the first that divides a row
@@ -34,33 +35,29 @@ class Kind(Enum):
     def num_bits(self) -> int:
         return 8 if self in (Kind.INT8, Kind.FP8) else 4
 
+    @property
+    def num_parts(self) -> int:
+        """Numbers in a word of 16 bits."""
+        return 16 // self.num_bits
+
 
 @dataclass(frozen=True)
 class Quantised:
     """[N, K]: number n of a row stands for scale * n + offset."""
 
     kind: Kind
-    data: Tensor  # [N, K] uint8; of 4 bits [N, K / 2], see pack_halves()
-    scale: Tensor  # [N, G], each for K / G numbers; of any type
+    data: Tensor  # [N, W] int16: see pack_words()
+    scale: Tensor  # [G, N] float32, each for `group` numbers of a row; four bytes can be copied without waiting
+    num_columns: int  # K
+    group: int
     offset: Tensor | None = None  # like scale
     order: Tensor | None = None  # [K]: which column of the input belongs to each number; None: its own
 
-    def __post_init__(self) -> None:
-        assert self.num_columns % self.scale.shape[1] == 0, (self.data.shape, self.scale.shape)
-        assert self.kind.num_bits == 8 or self.num_columns % (2 * self.half) == 0, self.num_columns
-
     @property
-    def num_columns(self) -> int:
-        return self.data.shape[1] * 8 // self.kind.num_bits
-
-    @property
-    def group(self) -> int:
-        """Numbers that share a scale."""
-        return self.num_columns // self.scale.shape[1]
-
-    @property
-    def half(self) -> int:
-        return min(self.group, MAX_HALF)
+    def part(self) -> int:
+        part = part_for(self.num_columns, self.group, self.kind)
+        assert part is not None
+        return part
 
     @property
     def num_bytes(self) -> int:
@@ -69,8 +66,8 @@ class Quantised:
 
     def rows_from(self, first: int) -> Quantised:
         """Without the first rows."""
-        offset = None if self.offset is None else self.offset[first:]
-        return Quantised(self.kind, self.data[first:], self.scale[first:], offset, self.order)
+        offset = None if self.offset is None else self.offset[:, first:]
+        return replace(self, data=self.data[first:], scale=self.scale[:, first:], offset=offset)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """[N, K]: what it stands for, rounded once."""
@@ -82,12 +79,11 @@ class Quantised:
 
 
 def dense_reference(weight: Quantised, dtype: torch.dtype) -> Tensor:
-    num_rows, data = len(weight.data), weight.data
-    numbers = _NUMBERS[weight.kind](data if weight.kind.num_bits == 8 else unpack_halves(data, weight.half))
-    values = numbers.view(num_rows, -1, weight.group) * weight.scale.float()[..., None]
+    numbers = _NUMBERS[weight.kind](unpack_words(weight.data, weight.kind.num_parts, weight.part))
+    group = torch.arange(weight.num_columns, device=numbers.device) // weight.group
+    values = numbers[:, : weight.num_columns] * weight.scale.float().T[:, group]
     if weight.offset is not None:
-        values += weight.offset.float()[..., None]
-    values = values.view(num_rows, -1)
+        values += weight.offset.float().T[:, group]
     if weight.order is not None:
         values = torch.empty_like(values).index_copy_(1, weight.order, values)
     return values.to(dtype)
@@ -107,41 +103,63 @@ _NUMBERS = {
 }
 
 
-def pack_halves(numbers: Tensor, half: int) -> Tensor:
-    """[N, K] of 4 bits -> [N, K / 2]: of every 2 * `half` numbers the first ones lie in the lower halves of bytes, the
-    others in the upper ones, so that they come apart without being shuffled."""
-    low, high = numbers.unflatten(-1, (-1, 2, half)).unbind(-2)
-    return (low | high << 4).flatten(-2)
+def pack_words(numbers: Tensor, num_parts: int, part: int) -> Tensor:
+    """[N, K] uint8 -> [N, W] int16. Of every run of `part * num_parts` numbers the first `part` lie in the lowest bits
+    of as many words, the next ones above them, and so on: they come apart without being shuffled. The last run is
+    filled up with zeros."""
+    missing = -numbers.shape[1] % (part * num_parts)
+    runs = torch.nn.functional.pad(numbers, (0, missing)).unflatten(-1, (-1, num_parts, part)).int()
+    words = sum(runs[..., index, :] << (16 // num_parts * index) for index in range(num_parts))
+    assert isinstance(words, Tensor)
+    return words.to(torch.int16).flatten(-2).contiguous()
 
 
-def unpack_halves(data: Tensor, half: int) -> Tensor:
-    low_and_high = data.unflatten(-1, (-1, half))
-    return torch.stack([low_and_high & 15, low_and_high >> 4], -2).flatten(-3)
+def unpack_words(words: Tensor, num_parts: int, part: int) -> Tensor:
+    """[N, W] int16 -> [N, K] uint8, and zeros behind."""
+    num_bits = 16 // num_parts
+    runs = words.int().unflatten(-1, (-1, part))
+    parts = [(runs >> (num_bits * index)) & (2**num_bits - 1) for index in range(num_parts)]
+    return torch.stack(parts, -2).flatten(-3).to(torch.uint8)
+
+
+def part_for(num_columns: int, group: int, kind: Kind) -> int | None:
+    """How many numbers lie side by side: as many as can be, where scales change only between parts. None: there is no
+    such form."""
+    part = RUN // kind.num_parts
+    if group == num_columns:
+        return part
+    if num_columns % group:
+        return None
+    while part >= MIN_PART:
+        if group % (part * kind.num_parts) == 0 or group in (part, 2 * part):
+            return part
+        part //= 2
+    return None
 
 
 def is_packable(num_columns: int, group: int, kind: Kind) -> bool:
-    """Whether rows of so many numbers have such a form: kernels know no group that is cut off, or an odd half."""
-    if num_columns % group or group < 16 or (group > MAX_HALF and group % MAX_HALF):
-        return False
-    return kind.num_bits == 8 or num_columns % (2 * min(group, MAX_HALF)) == 0
+    """Whether rows of so many numbers, of which so many share a scale, have such a form."""
+    return part_for(num_columns, group, kind) is not None
 
 
 def pack_numbers(
     kind: Kind, numbers: Tensor, scale: Tensor, offset: Tensor | None = None, order: Tensor | None = None
 ) -> Quantised:
-    """numbers [N, K] uint8, one a byte; is_packable() says whether there is such a form."""
-    group = numbers.shape[1] // scale.shape[1]
-    if kind.num_bits == 4:
-        numbers = pack_halves(numbers, min(group, MAX_HALF))
-    return Quantised(kind, numbers.contiguous(), scale.contiguous(), offset, order)
+    """numbers [N, K] uint8, one a byte; scale and offset [N, G]. is_packable() says whether there is such a form."""
+    num_columns = numbers.shape[1]
+    group = num_columns // scale.shape[1]
+    part = part_for(num_columns, group, kind)
+    assert part is not None, (num_columns, group, kind)
+    data = pack_words(numbers, kind.num_parts, part)
+    offset = None if offset is None else offset.float().T.contiguous()
+    return Quantised(kind, data, scale.float().T.contiguous(), num_columns, group, offset, order)
 
 
 def joined(parts: Sequence[Quantised]) -> Quantised | None:
     """One below the other; None where they are of different kinds."""
     first = parts[0]
     for part in parts[1:]:
-        same = part.kind is first.kind and part.num_columns == first.num_columns
-        same = same and part.scale.shape[1] == first.scale.shape[1] and part.scale.dtype == first.scale.dtype
+        same = part.kind is first.kind and part.num_columns == first.num_columns and part.group == first.group
         same = (
             same and (part.offset is None) == (first.offset is None) and (part.order is None) == (first.order is None)
         )
@@ -150,12 +168,11 @@ def joined(parts: Sequence[Quantised]) -> Quantised | None:
     if len(parts) == 1:
         return first
     offsets = [part.offset for part in parts if part.offset is not None]
-    return Quantised(
-        first.kind,
-        torch.cat([part.data for part in parts]),
-        torch.cat([part.scale for part in parts]),
-        torch.cat(offsets) if offsets else None,
-        first.order,
+    return replace(
+        first,
+        data=torch.cat([part.data for part in parts]),
+        scale=torch.cat([part.scale for part in parts], 1),
+        offset=torch.cat(offsets, 1) if offsets else None,
     )
 
 

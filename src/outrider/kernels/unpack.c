@@ -2,11 +2,11 @@
  * every 32, 8 bits with a scale, or the blocks of a GGUF file. They are unpacked a panel at a time, which stays in the
  * cache, so that less memory is read. Included by native.c. */
 
-enum { PLAIN = 0, BFLOAT16 = 1, AFFINE4 = 2, SCALED8 = 3, BLOCKS = 4, WEIGHT_BLOCK = 32 };
+enum { PLAIN = 0, BFLOAT16 = 1, AFFINE4 = 2, SCALED8 = 3, BLOCKS = 4, TILES = 5, WEIGHT_BLOCK = 32 };
 
 typedef struct {
-    const float *weight; /* [num_outputs, depth]; NULL where there are only BLOCKS */
-    const void *packed; /* the same in a smaller form, or NULL; of BLOCKS, a list of block_rows */
+    const float *weight; /* [num_outputs, depth]; NULL where there are only BLOCKS or TILES */
+    const void *packed; /* the same in a smaller form, or NULL; of BLOCKS a list of block_rows, of TILES one of tile_rows */
     const float *scales; /* of every block: scale and offset (AFFINE4), scale (SCALED8) */
     long kind;
 } matrix;

@@ -48,7 +48,7 @@ class AttentionShape:
     @property
     def is_plain(self) -> bool:
         """Whether the fused native block can compute it."""
-        return not (self.softcap or self.both_ways or self.head_norm_offset or self.sinks)
+        return not (self.softcap or self.both_ways or self.sinks)
 
 
 class SelfAttention(CachedLayer):

@@ -2,17 +2,16 @@
 
 from torch import Tensor, nn
 
-from outrider.kernels.activation import silu_mul
-from outrider.kernels.block import BlockShape, NativeBlock
+from outrider.kernels.block import NativeBlock
 from outrider.kernels.dispatch import use_native
-from outrider.kernels.quantised import Quantised
 from outrider.layers.attention import SelfAttention
+from outrider.layers.fused import BlockParts, Fusable, block_parts, native_block
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.types import Batch, Weight
 
 
-class Block(nn.Module):
+class Block(Fusable):
     """Attention over some input, added to the residual; then the MLP. Subclasses say what the input is."""
 
     def __init__(self, attention: SelfAttention, mlp: nn.Module, mlp_norm: RMSNorm) -> None:
@@ -23,52 +22,24 @@ class Block(nn.Module):
         self._native: NativeBlock | None = None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the native block knows how to compute it."""
-        mlp, attention = self.mlp, self.attention
-        gated = type(mlp) is GatedMLP and mlp.activation is silu_mul and attention.ranks is None
-        return gated and type(attention) is SelfAttention and attention.shape.is_plain and not self.mlp_norm.offset
+    def parts(self) -> BlockParts | None:
+        return None  # its input is given
 
     def run(self, residual: Tensor, inputs: Tensor, batch: Batch) -> Tensor:
         """residual [T, H], inputs [T, in] -> [T, H], always a new tensor."""
-        if use_native(residual) and self.is_plain:
-            return self._native_block()(residual, inputs, batch, self.attention.rotary(batch))
+        if use_native(residual) and self.has_native():
+            assert self._native is not None
+            return self._native(residual, inputs, batch, self.attention.rotary(batch))
         x = self.attention(inputs, batch, residual)
         if isinstance(self.mlp, GatedMLP):
             return self.mlp(self.mlp_norm(x), x)
         return x + self.mlp(self.mlp_norm(x))
 
-    def _native_block(self) -> NativeBlock:
-        attention, mlp, pages = self.attention, self.mlp, self.attention.pages
-        assert isinstance(mlp, GatedMLP)
-        assert pages is not None, "the layer has no cache memory yet"
-        if self._native is None or self._native.pages is not pages:
-            q_norm, k_norm = attention.q_norm, attention.k_norm
-            shape = BlockShape(
-                num_heads=attention.shape.num_heads,
-                window=attention.shape.window,
-                eps=self.mlp_norm.eps,
-                head_eps=q_norm.eps if q_norm is not None else 0.0,
-                scale=attention.options.scale,
-            )
-            linears = {
-                "qkv": attention.qkv,
-                "output": attention.output,
-                "gate_up": mlp.gate_up,
-                "down": mlp.down,
-            }
-            vectors = {
-                **{f"{name}_bias": linear.bias for name, linear in linears.items()},
-                "q_norm": q_norm.weight if q_norm is not None else None,
-                "k_norm": k_norm.weight if k_norm is not None else None,
-                "mlp_norm": self.mlp_norm.weight,
-            }
-            matrices = {}
-            for name, linear in linears.items():
-                assert not isinstance(linear.packed, Quantised), "that is for GPUs"
-                matrices[name] = (linear.weight, linear.packed)
-            self._native = NativeBlock(shape, matrices, vectors, pages)
-        return self._native
+    def has_native(self) -> bool:
+        if self._native is None or self._native.pages is not self.attention.pages:
+            parts = block_parts(self.attention, self.mlp, self.mlp_norm)
+            self._native = native_block(parts) if parts is not None else None
+        return self._native is not None
 
 
 class DecoderBlock(Block):
@@ -78,6 +49,12 @@ class DecoderBlock(Block):
         size = attention.shape.hidden_size
         super().__init__(attention, mlp, RMSNorm(size, eps, offset=norm_offset))
         self.attention_norm = RMSNorm(size, eps, offset=norm_offset)
+
+    @property
+    def parts(self) -> BlockParts | None:
+        if type(self).forward is not DecoderBlock.forward:
+            return None
+        return block_parts(self.attention, self.mlp, self.mlp_norm, attention_norm=self.attention_norm)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.run(x, self.attention_norm(x), batch)

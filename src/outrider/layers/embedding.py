@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from outrider.kernels.linear import linear
 from outrider.kernels.native import unpack_rows
-from outrider.kernels.packed import Packed
+from outrider.kernels.native_tiles import untile_rows
+from outrider.kernels.packed import TILES, Packed
 from outrider.kernels.quantised import Quantised
 from outrider.kernels.sampling import Columns
 from outrider.layers.linear import empty_matrix
@@ -43,7 +44,10 @@ class Embedding(nn.Module):
         return self.ranks.sum(torch.where(is_own[..., None], rows, 0))
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        rows = F.embedding(ids, self.weight) if self.packed is None else unpack_rows(self.packed, ids)
+        if self.packed is None:
+            rows = F.embedding(ids, self.weight)
+        else:
+            rows = untile_rows(self.packed, ids) if self.packed.kind == TILES else unpack_rows(self.packed, ids)
         # The scale is rounded to the weights' own precision first, as the models that have one were trained.
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype)
 

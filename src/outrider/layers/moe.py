@@ -103,6 +103,7 @@ class SigmoidRouter(nn.Module):
     def __init__(self, hidden_size: int, routing: SigmoidRouting) -> None:
         super().__init__()
         self.routing = routing
+        self.num_chosen = routing.num_chosen
         self.gate = Linear(hidden_size, routing.num_experts)
         self.bias = nn.Parameter(torch.empty(routing.num_experts, dtype=torch.float32))
 
@@ -133,6 +134,17 @@ class MixtureMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         routed = self.experts(x, *self.router(x))
         return routed if self.shared is None else routed + self.shared(x)
+
+
+def share_read(module: nn.Module, num_rows: int) -> dict[nn.Parameter, float]:
+    """Which share of the experts' weights a step of so many rows reads, where every expert is as likely as another."""
+    shares: dict[nn.Parameter, float] = {}
+    for mixture in module.modules():
+        routed, router = getattr(mixture, "experts", None), getattr(mixture, "router", None)
+        if isinstance(routed, Experts) and router is not None:
+            missed = 1 - router.num_chosen / routed.shape.num_experts
+            shares |= dict.fromkeys((routed.up, routed.down), 1 - missed**num_rows)
+    return shares
 
 
 def experts_by_number(shape: ExpertShape, source: str, name: str) -> dict[str, Weight]:

@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from outrider.layers.attention import SelfAttention
 from outrider.layers.block import attention_weights, mlp_weights
+from outrider.layers.fused import BlockParts, Fusable, block_parts
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.types import Batch, Weight
 
 
-class SandwichBlock(nn.Module):
+class SandwichBlock(Fusable):
     """Subclasses may say what the feed-forward part answers (`feed`)."""
 
     def __init__(self, attention: nn.Module, mlp: GatedMLP, norms: Sequence[RMSNorm]) -> None:
@@ -21,6 +22,14 @@ class SandwichBlock(nn.Module):
         self.attention = attention
         self.mlp = mlp
         self.attention_norm, self.attended_norm, self.mlp_norm, self.fed_norm = norms
+
+    @property
+    def parts(self) -> BlockParts | None:
+        if type(self) is not SandwichBlock:
+            return None
+        attention_norm, attended_norm, fed_norm = self.attention_norm, self.attended_norm, self.fed_norm
+        norms = {"attention_norm": attention_norm, "attended_norm": attended_norm, "fed_norm": fed_norm}
+        return block_parts(self.attention, self.mlp, self.mlp_norm, **norms)
 
     def feed(self, x: Tensor) -> Tensor:
         """The residual stream [T, H] -> what is normed and added to it."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from outrider.layers.attention import SelfAttention
 from outrider.layers.embedding import AbsentHead, Embedding, Head, embed_rows
+from outrider.layers.fused import FusedLayers
 from outrider.layers.mtp import MtpModule
 from outrider.layers.stage import Stage
 from outrider.registry import Registry
@@ -59,6 +60,7 @@ class Target(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.config = config
+        self._fused = FusedLayers()
         self.stage: Stage | None = None  # where other layers are on other ranks
 
     def keep_stage(self, stage: Stage) -> None:
@@ -106,20 +108,17 @@ class Target(nn.Module):
         self.prepare(x, batch)
         if self.stage is not None:
             return self._forward_stage(self.stage, x, batch, taps)
-        streams = {0: x} if 0 in taps else {}
-        for number, layer in enumerate(self.layers, start=1):
-            x = layer(x, batch)  # a new tensor every time: a tap is never written to again
-            if number in taps:
-                streams[number] = x
-        return self._hidden(x, streams, taps, out)
+        streams = self._fused(self.layers, x, batch, taps)
+        return self._hidden(streams[len(self.layers)], streams, taps, out)
 
     def _forward_stage(self, stage: Stage, x: Tensor, batch: Batch, taps: tuple[int, ...]) -> Hidden:
         """The same with the layers that are here: between what the stage before has computed, and the next stage."""
         x, streams = stage.receive(x, taps)
-        for number, layer in enumerate(self.layers[stage.begin : stage.end], start=stage.begin + 1):
-            x = layer(x, batch)
-            if number in taps:
-                streams[number] = x
+        layers = self.layers[stage.begin : stage.end]
+        own = [tap - stage.begin for tap in taps if stage.begin < tap <= stage.end]
+        found = self._fused(layers, x, batch, own)
+        x = found[len(layers)]
+        streams |= {stage.begin + number: found[number] for number in own}
         if stage.is_last:
             return self._hidden(x, streams, taps)
         stage.send(x, streams)

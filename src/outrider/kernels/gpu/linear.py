@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.gpu import launch
+from outrider.kernels.gpu import launch, sliced
+from outrider.kernels.gpu.epilogue import finish
 
 SMALL = 2**22  # numbers in a weight: time goes into starting, not into reading
 WIDE = 16384  # outputs that make enough programs for any tile
+FEW = 4096  # outputs that leave cuBLAS, too, without enough to do
 NARROW = 8192  # outputs: a larger tile would leave most of the device without work
 
 
@@ -71,20 +73,10 @@ def _linear(
             second = tl.dot(a, u.T, second, input_precision=precision)
     if EARLY == 2:
         tl.extra.cuda.gdc_launch_dependents()
-    kind = out.dtype.element_ty
-    if HAS_BIAS:
-        total += tl.load(bias + column, mask=column_fits, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            second += tl.load(bias + num_columns + column, mask=column_fits, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        gate = total.to(kind).to(tl.float32)
-        total = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32) * second.to(kind).to(tl.float32)
-    fits = row_fits[:, None] & column_fits[None, :]
-    if HAS_RESIDUAL:
-        at = residual + row.to(tl.int64)[:, None] * residual_stride + column[None, :]
-        total = total.to(kind).to(tl.float32) + tl.load(at, mask=fits, other=0.0).to(tl.float32)
-    at = out + row.to(tl.int64)[:, None] * num_columns + column[None, :]
-    tl.store(at, total.to(kind), mask=fits)
+    finish(
+        total, second, bias, residual, out, row[:, None], column[None, :], row_fits[:, None] & column_fits[None, :],
+        num_columns, residual_stride, GATED, HAS_BIAS, HAS_RESIDUAL,
+    )  # fmt: skip
 
 
 def linear(
@@ -95,10 +87,16 @@ def linear(
     *,
     gated: bool = False,
     tile: Tile | None = None,
+    exact: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up. `out`:
-    where to put the result, dense."""
+    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up.
+    `exact`: a row's bits do not depend on how many there are. `out`: where to put the result, dense."""
+    if tile is None and not exact and not gated and _is_better_sliced(len(x), weight):
+        part = sliced.DENSE_PART
+        return sliced.linear(
+            x, weight, sliced.DENSE, bias=bias, residual=residual, part=part, group=0, gated=False, exact=False, out=out
+        )
     x = x if x.stride(-1) == 1 else x.contiguous()
     residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
     num_rows, inner = x.shape
@@ -128,9 +126,16 @@ def linear(
     return out
 
 
+def _is_better_sliced(num_rows: int, weight: Tensor) -> bool:
+    """A weight that makes too few programs to hide how long each of them waits."""
+    if weight.numel() < SMALL or len(weight) >= WIDE or weight.stride(1) != 1:
+        return False
+    return num_rows <= (32 if len(weight) <= FEW else 8)
+
+
 def is_faster(num_rows: int, weight: Tensor) -> bool:
     """Whether it is faster than cuBLAS: with few rows always, with more the smaller the weight, or the wider."""
-    if num_rows <= 16:
+    if num_rows <= 16 or _is_better_sliced(num_rows, weight):
         return True
     if weight.numel() < SMALL:
         return num_rows <= 32

@@ -1,0 +1,49 @@
+"""Layers in one native call: the same bits as one by one, between taps too."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+
+from outrider import LLM, SamplingParams
+from outrider.kernels import native
+from outrider.layers.attention import AttentionShape
+from outrider.layers.fused import FusedRun
+
+needs_native = pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+PROMPTS = [[5, 6, 7, 8, 5, 6], list(range(3, 40)), [9]]
+
+
+def said(path: Path, speculative: dict | None, monkeypatch: pytest.MonkeyPatch | None = None) -> tuple[list, int]:
+    """Tokens with their probabilities, and how many layers were run fused."""
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=10, logprobs=3, ignore_eos=True)
+    with LLM(path, speculative, max_model_len=64) as llm:
+        outputs = llm.generate(PROMPTS, params)
+        pieces = [piece for cut in llm.target._fused._cuts.values() for piece in cut]
+        fused = max((piece.num_layers for piece in pieces if isinstance(piece, FusedRun)), default=0)
+        return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs], fused
+
+
+@needs_native
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_the_same_bits_as_step_by_step(
+    family: str, target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused, num_fused = said(target_path(family), None)
+    assert num_fused > 1
+    with monkeypatch.context() as patched:
+        patched.setattr(AttentionShape, "is_plain", False)
+        stepwise, none = said(target_path(family), None)
+    assert none == 0
+    assert fused == stepwise
+
+
+@needs_native
+def test_taps_cut_runs(target_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = tiny.save_eagle3(tmp_path / "head")
+    settings = {"method": "eagle3", "model": str(head), "force": True}
+    plain, whole = said(target_path("llama"), None)
+    drafted, between_taps = said(target_path("llama"), settings)
+    assert drafted == plain
+    assert between_taps < whole
