@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -11,23 +12,22 @@ from outrider.kernels.packed import Packed
 from outrider.kernels.quantised import Quantised
 from outrider.layers.split import Share, current_ranks, cut, whole
 
-_is_deferred = False
+_is_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
     """Matrices of modules made inside have no memory until they are filled: some will be kept in few bits."""
-    global _is_deferred
-    before, _is_deferred = _is_deferred, True
+    token = _is_deferred.set(True)
     try:
         yield
     finally:
-        _is_deferred = before
+        _is_deferred.reset(token)
 
 
 def empty_matrix(num_rows: int, num_columns: int) -> nn.Parameter:
     return nn.Parameter(
-        torch.empty(1, 1).expand(num_rows, num_columns) if _is_deferred else torch.empty(num_rows, num_columns)
+        torch.empty(1, 1).expand(num_rows, num_columns) if _is_deferred.get() else torch.empty(num_rows, num_columns)
     )
 
 
