@@ -11,6 +11,8 @@ import pytest
 import tiny
 from samples import METHODS, drafter_settings, sample_target, suits
 from test_conformance import MEMORIES, SMALL, fixed, ids, make_prompts
+from test_vision import prompts_of
+from test_vision import vision_path as vision_path
 from thread_ranks import ThreadWorkers
 
 from outrider import LLM, SamplingParams, pair
@@ -265,3 +267,16 @@ def test_sampling_options_in_stages(stages: int, target_path: Callable[..., Path
         assert ids([one]) == ids([other])
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
         assert one.prompt_logprobs == other.prompt_logprobs
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("gemma3_vision", (2, 1)), ("qwen3_vl", (1, 2))])
+def test_images(family: str, sizes: tuple[int, int], vision_path: Callable[[str], Path]) -> None:
+    """What stands in their place, and where they are, all ranks are told."""
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    found = []
+    for ranks, stages in ((1, 1), sizes):
+        with LLM(
+            vision_path(family), {"method": "ngram"}, tensor_parallel_size=ranks, pipeline_parallel_size=stages, **SMALL
+        ) as llm:
+            found.append(ids(llm.generate(prompts_of(family), params)))
+    assert found[0] == found[1]
