@@ -10,6 +10,9 @@ from harness import Harness, load_target
 from thread_ranks import on_ranks
 
 from outrider.engine.channel import decode, encode
+from outrider.engine.checkpoint import open_checkpoint
+from outrider.engine.loader import build_target, load_weights
+from outrider.engine.stages import split_layers
 from outrider.kernels.collective import Ranks
 from outrider.layers.embedding import Head
 from outrider.layers.split import Share, key_share, split_over, width_share
@@ -40,6 +43,28 @@ def check(path: Path, size: int) -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_two_ranks(family: str, target_path: Callable[..., Path]) -> None:
     check(target_path(family), 2)
+
+
+def run_stage(path: Path, world: Ranks) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    checkpoint = open_checkpoint(path)
+    target = build_target(checkpoint)
+    split_layers(target, None, world.rank, world.size, world)
+    load_weights(target, checkpoint)
+    checkpoint.close()
+    if world.rank < world.size - 1:
+        assert len(list(target.parameters())) < len(target.weights()), "it keeps its own layers alone"
+        target.logits = lambda last, out=None: last  # type: ignore[method-assign]
+    return Harness(target).run(PROMPTS, 100)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_two_stages(family: str, target_path: Callable[..., Path]) -> None:
+    """Bit for bit: nothing is computed otherwise, only elsewhere."""
+    expected = run(target_path(family), 100)
+    *_, found = on_ranks(2, lambda world: run_stage(target_path(family), world))
+    for (logits, taps), (whole_logits, whole_taps) in zip(found, expected, strict=True):
+        assert torch.equal(logits, whole_logits)
+        assert torch.equal(taps, whole_taps)
 
 
 @pytest.mark.parametrize("vocab_size", [257, 1000])
