@@ -19,14 +19,14 @@ from outrider.engine.gguf import GgufCheckpoint
 from outrider.engine.gguf_levels import quantised_of
 from outrider.engine.host_memory import use_large_pages
 from outrider.engine.quantised import QuantisedCheckpoint
-from outrider.engine.shares import fill_share, whole_shape
+from outrider.engine.shares import fill_share
 from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.packed import Packed, pack_blocks, pack_tiles
 from outrider.kernels.quantised import Kind, Quantised, joined, quantise
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import give_memory, take_memory
 from outrider.layers.packing import gains_from_packing, packable
-from outrider.layers.split import cut_of
+from outrider.layers.split import cut_of, whole_shape
 from outrider.models.base import Target, targets
 from outrider.threads import threads
 from outrider.types import Checkpoint, Weight

@@ -7,16 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor, nn
 
 from outrider.engine.finite import check_kind
-from outrider.layers.split import Cut, cut_of
+from outrider.layers.split import Cut
 from outrider.types import Checkpoint, Weight
-
-
-def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Of what the parameter is a part of; its own, where it is no part."""
-    found, shape = cut_of(parameter), list(parameter.shape)
-    if found is not None:
-        shape[found.dim] = found.share.whole
-    return tuple(shape)
 
 
 def fill_share(

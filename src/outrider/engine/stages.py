@@ -26,7 +26,7 @@ class AbsentDrafter(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
         self.taps, self.lookahead, self.num_carried = drafter.taps, drafter.lookahead, drafter.num_carried
-        self.ranks = drafter.ranks
+        self.ranks, self.kind = drafter.ranks, type(drafter)
 
     def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
         return no_draft(step, self.lookahead)

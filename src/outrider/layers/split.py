@@ -135,3 +135,11 @@ def cut(parameter: nn.Parameter, dim: int, share: Share, *, is_absent: bool = Fa
 
 def cut_of(parameter: nn.Parameter) -> Cut | None:
     return getattr(parameter, "cut", None)
+
+
+def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Of what the parameter is a part of; its own, where it is no part."""
+    found, shape = cut_of(parameter), list(parameter.shape)
+    if found is not None:
+        shape[found.dim] = found.share.whole
+    return tuple(shape)

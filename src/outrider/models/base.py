@@ -1,6 +1,7 @@
 """What every target is: embedding, a stack of layers, a final norm and a head, with taps collected in one loop.
 A target file knows one architecture: its config, its network and its tensor names. It holds no speculative code."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from outrider.layers.attention import SelfAttention
 from outrider.layers.embedding import AbsentHead, Embedding, Head, embed_rows
 from outrider.layers.fused import FusedLayers
 from outrider.layers.mtp import MtpModule
+from outrider.layers.split import whole_shape
 from outrider.layers.stage import Stage
 from outrider.registry import Registry
 from outrider.types import Batch, Hidden, Weight
@@ -62,10 +64,11 @@ class Target(nn.Module):
         self.config = config
         self._fused = FusedLayers()
         self.stage: Stage | None = None  # where other layers are on other ranks
+        self._num_parameters: int | None = None  # with those
 
     def keep_stage(self, stage: Stage) -> None:
         """Gives up the layers of other stages, and what only the last stage needs. weights() still says all."""
-        weights, is_tied = self.weights(), self.is_tied
+        weights, is_tied, self._num_parameters = self.weights(), self.is_tied, self.num_parameters
         self.weights = lambda: weights  # type: ignore[method-assign]
         self.stage = stage
         for number in range(len(self.layers)):
@@ -87,6 +90,13 @@ class Target(nn.Module):
     @property
     def vocab_size(self) -> int:
         return self.head.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all ranks together."""
+        if self._num_parameters is not None:
+            return self._num_parameters
+        return sum(math.prod(whole_shape(parameter)) for parameter in self.parameters())
 
     @property
     def num_layers(self) -> int:
