@@ -45,6 +45,15 @@ def test_two_ranks(family: str, target_path: Callable[..., Path]) -> None:
     check(target_path(family), 2)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "nemotron_h", "deepseek_v3"])
+def test_a_row_has_the_same_bits_in_any_company(family: str, target_path: Callable[..., Path]) -> None:
+    path = target_path(family)
+    together, apart = (on_ranks(2, lambda ranks, size=size: run(path, size, ranks)) for size in (100, 3))
+    for (logits, taps), (other_logits, other_taps) in zip(together[0], apart[0], strict=True):
+        assert torch.equal(logits, other_logits)
+        assert torch.equal(taps, other_taps)
+
+
 def run_stage(path: Path, world: Ranks) -> list[tuple[torch.Tensor, torch.Tensor]]:
     checkpoint = open_checkpoint(path)
     target = build_target(checkpoint)
