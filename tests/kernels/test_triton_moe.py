@@ -11,8 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from outrider.kernels.activation import Activation, clamped_swish_mul, relu2, silu_mul
+from outrider.kernels.gpu import few_experts, router
 from outrider.kernels.gpu import moe as gpu_moe
-from outrider.kernels.moe import ExpertWeights, experts_reference, softmax_top
+from outrider.kernels.moe import ExpertWeights, experts_reference, softmax_top, softmax_top_reference
 
 
 def make_weights(
@@ -62,6 +63,21 @@ def test_experts(
     wanted = experts_reference(x, ids, shares, weights, activation)
     found = gpu_moe.experts(x, ids, shares, weights, activation)
     check(found, wanted, dtype, 4)
+    if few_experts.is_for(rows, chosen):
+        check(few_experts.experts(x, ids, shares, weights, activation), wanted, dtype, 4)
+
+
+@pytest.mark.parametrize(("rows", "num_experts", "count"), [(1, 8, 2), (5, 60, 6), (3, 128, 8), (2, 5, 5)])
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_best_experts(rows: int, num_experts: int, count: int, renormalise: bool, dtype: torch.dtype) -> None:
+    logits = random(rows, num_experts, seed=3).to(dtype)
+    logits[:, 1] = logits[:, 0]  # of equals the first
+    ids, shares = router.softmax_top(logits, count, renormalise=renormalise)
+    wanted_ids, wanted = softmax_top_reference(logits, count, renormalise=renormalise)
+    torch.testing.assert_close(shares, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits.gather(1, ids.long()), logits.gather(1, wanted_ids))
+    assert ((ids == 0).any(1) | ~(ids == 1).any(1)).all()
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import typer
 
 from outrider.bench.depth_command import depth
 from outrider.bench.server_commands import overhead, serve, soak
+from outrider.bench.shapes import SHAPES
 from outrider.bench.siege_command import siege
 from outrider.bench.startup_command import startup
 from outrider.bench.traffic_command import traffic
@@ -167,7 +168,7 @@ def _run_and_report(plan: Plan, as_json: bool) -> None:
 # what a round costs
 
 Shape = Annotated[
-    str, typer.Option("--shape", metavar="NAME", help="Whose shape: llama-3.1-8b, smollm2-135m, or a config.json.")
+    str, typer.Option("--shape", metavar="NAME", help=f"Whose shape: {', '.join(SHAPES)}, or a config.json.")
 ]
 Methods = Annotated[
     list[str] | None,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outrider.bench.shapes import SHAPES
 from outrider.config import EngineConfig, SpeculativeConfig, batch_limits
 from outrider.drafters.base import Drafter, drafters
 from outrider.engine.drafting import Drafting
@@ -30,32 +31,6 @@ from outrider.pair import demand_of
 from outrider.startup import StartupTimes
 from outrider.types import Weight
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 131072,
-}
-SMOLLM2_135M = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-SHAPES: dict[str, dict[str, Any]] = {"llama-3.1-8b": LLAMA_8B, "smollm2-135m": SMOLLM2_135M}
 METHODS = ("eagle3", "dflash", "mtp", "ngram")
 DRAFT_VOCABULARY = 32000
 NUM_MODULES = 3

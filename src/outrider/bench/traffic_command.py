@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.bench.shapes import SHAPES
 from outrider.commands import option
 from outrider.console import Consoles, checkpoint_name, open_consoles, print_json, progress_bar, show_note
 from outrider.options import AsJson, EngineOptions, ModelArgument
@@ -29,7 +30,7 @@ DEFAULT_PLOT = Path("traffic.png")
 
 _PLOT_HELP = "The picture. By default traffic.png, where Pillow is installed."
 _PROMPTS_HELP = "Requests at a level. By default 3 for each client, 16 at least; 64 at a rate."
-_SHAPE_HELP = "Instead of a checkpoint: llama-3.1-8b, smollm2-135m, or a config.json."
+_SHAPE_HELP = f"Instead of a checkpoint: {', '.join(SHAPES)}, or a config.json."
 Concurrency = Annotated[str, option(LOAD, "--concurrency", metavar="N,N", help="Clients at each level.")]
 Rates = Annotated[
     str | None, option(LOAD, "--rate", metavar="X,X", help="Instead of clients: requests a second, at random times.")

@@ -36,12 +36,17 @@ def experts_reference(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWei
     return total
 
 
-def experts(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
-    """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H]."""
+def experts(
+    x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, activation: Activation, *, exact: bool = False
+) -> Tensor:
+    """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H]. `exact`: on a GPU too, a
+    row's bits do not depend on how many others there are."""
     if use_triton(x) and x.dtype == weights.up.dtype:
-        from outrider.kernels.gpu import moe as gpu
+        from outrider.kernels.gpu import few_experts, moe
 
-        return gpu.experts(x, ids, shares, weights, activation)
+        if not exact and few_experts.is_for(*ids.shape):
+            return few_experts.experts(x, ids, shares, weights, activation)
+        return moe.experts(x, ids, shares, weights, activation)
     if use_native(x) and activation in (silu_mul, gelu_tanh_mul):
         matrices, biases = (weights.up, weights.down), (weights.up_bias, weights.down_bias)
         return native_experts.experts(x, ids, shares, matrices, biases, gelu=activation is gelu_tanh_mul)
@@ -50,6 +55,14 @@ def experts(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, acti
 
 def softmax_top(logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
     """The most likely experts [T, k] and their probabilities among all of them, or among the chosen."""
+    if use_triton(logits):
+        from outrider.kernels.gpu import router
+
+        return router.softmax_top(logits, count, renormalise=renormalise)
+    return softmax_top_reference(logits, count, renormalise=renormalise)
+
+
+def softmax_top_reference(logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
     shares, ids = logits.float().softmax(-1).topk(count, dim=-1)
     return ids, shares / shares.sum(-1, keepdim=True) if renormalise else shares
 

@@ -61,17 +61,21 @@ def rope_write(
     pages: tuple[Tensor, Tensor],
     locations: Tensor,
     norms: HeadNorms | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """q [T, heads, D] and k, v [T, kv heads, D] -> normed and turned q; k and v go to `locations` [T] of the pages."""
+    """q [T, heads, D] and k, v [T, kv heads, D] -> normed and turned q; k and v go to `locations` [T] of the pages.
+    `out`: where to put the queries."""
     if use_triton(q):
         from outrider.kernels.gpu import rope as gpu
 
-        return gpu.rope_write(q, k, v, rotary, pages, locations, norms)
+        return gpu.rope_write(q, k, v, rotary, pages, locations, norms, out)
     if norms is not None:
         q, k = (
             rms_norm(x, weight, norms.eps, offset=norms.offset, wide=norms.wide)
             for x, weight in ((q, norms.q), (k, norms.k))
         )
     if use_native(q):
-        return native.rope_write(q, k, v, *rotary, *pages, locations)
-    return rope_write_reference(q, k, v, rotary, pages, locations)
+        turned = native.rope_write(q, k, v, *rotary, *pages, locations)
+    else:
+        turned = rope_write_reference(q, k, v, rotary, pages, locations)
+    return turned if out is None else out.copy_(turned)

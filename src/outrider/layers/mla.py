@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.attention import AttentionOptions, paged_attention
-from outrider.kernels.linear import linear
+from outrider.kernels.head_linear import head_linear
 from outrider.kernels.rope import rope_write
 from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
+from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.layers.split import cut, equal_share, whole
@@ -100,7 +101,8 @@ class LatentAttention(CachedLayer):
         cut(self.key_up, 0, heads)
         cut(self.value_up, 0, heads)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
+        """x [T, in] -> [T, H], added to the residual if there is one."""
         assert self.pages is not None, "the layer has no cache memory yet"
         shape, (keys, values), exact = self.shape, self.pages, self.options.exact
         query, latent, key = self.inputs(x).split(
@@ -115,18 +117,19 @@ class LatentAttention(CachedLayer):
         latent = self.latent_norm(latent)
         # A page's row is the latent, which serves as the value, then the turned key: two writes into one row.
         places = (keys[..., shape.latent_dim :], values)
-        turned = rope_write(turning, key[:, None], latent[:, None], self.rotary(batch), places, batch.write_locations)
-        plain = head_linear(plain, self.key_up, exact=exact)
-        absorbed = torch.cat([plain, turned], dim=-1)  # [T, heads, latent_dim + rotary_dim]
+        absorbed = x.new_empty(len(x), shape.num_heads, shape.latent_dim + shape.rotary_dim)
+        rope_write(
+            turning,
+            key[:, None],
+            latent[:, None],
+            self.rotary(batch),
+            places,
+            batch.write_locations,
+            out=absorbed[..., shape.latent_dim :],
+        )
+        head_linear(plain, self.key_up, exact=exact, out=absorbed[..., : shape.latent_dim])
         attended = paged_attention(absorbed, self.pages, batch, self.options)  # [T, heads, latent_dim]
-        return self.output(head_linear(attended, self.value_up, exact=exact).flatten(1))
-
-
-def head_linear(x: Tensor, weight: Tensor, *, exact: bool = False) -> Tensor:
-    """x [T, heads, in] and each head's own weight [heads, out, in] -> [T, heads, out]."""
-    if x.is_cpu or exact:  # head after head: the rows of `linear` do not depend on each other
-        return torch.stack([linear(x[:, head], each, exact=exact) for head, each in enumerate(weight)], dim=1)
-    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+        return self.output(head_linear(attended, self.value_up, exact=exact).flatten(1), residual)
 
 
 class LatentBlock(nn.Module):
@@ -144,7 +147,9 @@ class LatentBlock(nn.Module):
 
     def run(self, residual: Tensor, inputs: Tensor, batch: Batch) -> Tensor:
         """residual [T, H], inputs [T, in] -> [T, H]."""
-        x = residual + self.attention(inputs, batch)
+        x = self.attention(inputs, batch, residual)
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp(self.mlp_norm(x), x)
         return x + self.mlp(self.mlp_norm(x))
 
 

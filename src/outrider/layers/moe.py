@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.activation import Activation, sigmoid, silu_mul
+from outrider.kernels.dispatch import use_triton
 from outrider.kernels.linear import linear
 from outrider.kernels.moe import ExpertWeights, best_groups, experts, softmax_top
 from outrider.layers.linear import Linear
@@ -45,6 +46,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(count, hidden, inner.size))
         self.up_bias = nn.Parameter(torch.empty(count, width.size)) if shape.bias else None
         self.down_bias = nn.Parameter(torch.empty(count, hidden)) if shape.bias else None
+        self.exact = False
         cut(self.up, 1, width)
         cut(self.down, 2, inner)
         if self.up_bias is not None and self.down_bias is not None:
@@ -54,13 +56,20 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         """x [T, H], ids and shares [T, k] -> [T, H]."""
         weights = ExpertWeights(self.up, self.down, self.up_bias, self.down_bias)
-        answer = experts(x, ids, shares, weights, self.shape.activation)
+        answer = experts(x, ids, shares, weights, self.shape.activation, exact=self.exact)
         return answer if self.ranks is None else self.ranks.sum(answer)
 
 
 def router_logits(gate: Linear, x: Tensor) -> Tensor:
     """In float32 whatever the model's precision: near ties decide which experts run."""
-    return gate(x) if x.dtype is torch.float32 else linear(x.float(), gate.weight.float(), exact=gate.exact)
+    if x.dtype is torch.float32 or gate.packed is not None:
+        return gate(x).float()
+    if use_triton(x):  # sums are in float32 anyway: they are only not rounded
+        from outrider.kernels.gpu import linear as gpu
+
+        out = torch.empty(len(x), len(gate.weight), dtype=torch.float32, device=x.device)
+        return gpu.linear(x, gate.weight, exact=gate.exact, out=out)
+    return linear(x.float(), gate.weight.float(), exact=gate.exact)
 
 
 class SoftmaxRouter(nn.Module):

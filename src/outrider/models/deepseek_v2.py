@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from outrider.kernels.moe import best_groups
+from outrider.kernels.moe import best_groups, softmax_top
 from outrider.layers.block import mlp_weights
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
@@ -31,11 +31,14 @@ class GroupRouter(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
-        scores = router_logits(self.gate, x).softmax(-1)
+        logits = router_logits(self.gate, x)
         if self.num_kept < self.num_groups:
+            scores = logits.softmax(-1)
             scores = scores.masked_fill(~best_groups(scores, self.num_groups, self.num_kept, 1), 0.0)
-        shares, ids = scores.topk(self.num_chosen, dim=-1)
-        return ids, shares * self.scale
+            shares, ids = scores.topk(self.num_chosen, dim=-1)
+        else:
+            ids, shares = softmax_top(logits, self.num_chosen, renormalise=False)
+        return ids, shares if self.scale == 1 else shares * self.scale
 
 
 @targets.register("DeepseekV2ForCausalLM")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.activation import clamped_swish_mul
+from outrider.kernels.moe import softmax_top
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import DecoderBlock
 from outrider.layers.linear import Linear
@@ -40,8 +41,7 @@ class LogitRouter(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
-        logits, ids = self.gate(x).topk(self.num_chosen, dim=-1)
-        return ids, logits.softmax(-1)
+        return softmax_top(self.gate(x), self.num_chosen, renormalise=True)
 
 
 @targets.register("GptOssForCausalLM")

@@ -20,7 +20,7 @@ MANY_ROWS, MANY_HEADS = 64, 8  # of a prompt: a program for every head of every 
 @triton.jit
 def _rope_write(
     q, k, v, cos, sin, q_weight, k_weight, k_pages, v_pages, locations, out,
-    q_row, q_head, k_row, k_head, v_row, v_head, key_row, key_head, value_row, value_head,
+    q_row, q_head, k_row, k_head, v_row, v_head, key_row, key_head, value_row, value_head, out_row, out_head,
     num_heads, num_kv_heads, dim, value_dim, half, eps, offset,
     NORM: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_VALUE: tl.constexpr, EARLY: tl.constexpr,
@@ -48,7 +48,7 @@ def _rope_write(
         head = (group * HEADS + tl.arange(0, HEADS))[:, None]
         exists = head < num_heads
         source = q + row * q_row + head * q_head
-        target = out + (row * num_heads + head) * dim
+        target = out + row * out_row + head * out_head
         weight = q_weight
     else:
         head = ((group - q_groups) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -110,12 +110,14 @@ def rope_write(
     pages: tuple[Tensor, Tensor],
     locations: Tensor,
     norms: HeadNorms | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """q [T, heads, D] and k, v [T, kv heads, D] -> turned q; k and v go to `locations` [T] of the pages."""
+    """q [T, heads, D] and k, v [T, kv heads, D] -> turned q; k and v go to `locations` [T] of the pages. `out`: where
+    to put the queries, whose last dimension is dense."""
     cos, sin = rotary
     k_pages, v_pages = pages
     q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v))
-    out = q.new_empty(q.shape)
+    out = q.new_empty(q.shape) if out is None else out
     num_rows, num_heads, dim = q.shape
     num_kv_heads, half = k.shape[1], cos.shape[-1]
     if num_rows:
@@ -128,7 +130,7 @@ def rope_write(
         _rope_write[(num_rows, groups)](
             q, k, v, cos, sin, *weights, k_pages, v_pages, locations, out,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2),
+            k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2), out.stride(0), out.stride(1),
             num_heads, num_kv_heads, dim, v.shape[-1], half, *settings,
             NORM=norms is not None, WIDE=norms is not None and norms.wide, HEADS=heads,
             BLOCK_HALF=max(triton.next_power_of_2(half), 1), BLOCK_REST=max(triton.next_power_of_2(dim - 2 * half), 1),

@@ -1,0 +1,134 @@
+"""A mixture's experts for few rows: each pair of a row and one of its experts is computed by itself, so nothing has to
+be sorted, and only the experts that were chosen are read. Two launches: up with its activation, down with the sum."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.kernels.activation import Activation, silu_mul
+from outrider.kernels.gpu import launch
+from outrider.kernels.moe import ExpertWeights
+
+MAX_ROWS = 8
+MAX_CHOSEN = 16
+BLOCK_K = 1024  # numbers of a weight's row that are read at once, at most
+BLOCK_N = 8  # rows of a weight
+
+
+@triton.jit
+def _product(
+    x_at, weight_at, inner, place, fits, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """[N]: rows of a weight by one row of the input."""
+    total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for shift in range(0, inner, BLOCK_K):
+        inside = place + shift < inner
+        a = tl.load(x_at + shift + place, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(weight_at + shift, mask=fits[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        total += w * a[None, :]
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _up(
+    x, ids, weight, bias, out, num_columns, inner, num_chosen, x_stride, expert_stride, weight_stride, bias_stride,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a pair's answer. GATED: the weight's rows are gates, then ups; the result is silu(gate) * up."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    pair = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = tl.arange(0, BLOCK_K)
+    fits = column < num_columns
+    expert = tl.load(ids + pair).to(tl.int64)
+    x_at = x + (pair // num_chosen).to(tl.int64) * x_stride
+    weight_at = weight + expert * expert_stride + column.to(tl.int64)[:, None] * weight_stride + place[None, :]
+    bias_at = bias + expert * bias_stride + column
+    kind = out.dtype.element_ty
+    total = _product(x_at, weight_at, inner, place, fits, BLOCK_N, BLOCK_K)
+    if HAS_BIAS:
+        total += tl.load(bias_at, mask=fits, other=0.0).to(tl.float32)
+    if GATED:
+        up = _product(x_at, weight_at + num_columns.to(tl.int64) * weight_stride, inner, place, fits, BLOCK_N, BLOCK_K)
+        if HAS_BIAS:
+            up += tl.load(bias_at + num_columns, mask=fits, other=0.0).to(tl.float32)
+        gate = total.to(kind).to(tl.float32)
+        total = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(out + pair.to(tl.int64) * num_columns + column, total.to(kind), mask=fits)
+
+
+@triton.jit
+def _down(
+    x, ids, shares, weight, bias, out, num_columns, inner, expert_stride, weight_stride, bias_stride,
+    NUM_CHOSEN: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a row: its experts' answers, place after place, rounded after every step as the reference is."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = tl.arange(0, BLOCK_K)
+    fits = column < num_columns
+    kind = out.dtype.element_ty
+    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for number in tl.static_range(NUM_CHOSEN):
+        pair = row * NUM_CHOSEN + number
+        expert = tl.load(ids + pair).to(tl.int64)
+        share = tl.load(shares + pair).to(kind).to(tl.float32)
+        weight_at = weight + expert * expert_stride + column.to(tl.int64)[:, None] * weight_stride + place[None, :]
+        answer = _product(x + pair.to(tl.int64) * inner, weight_at, inner, place, fits, BLOCK_N, BLOCK_K)
+        if HAS_BIAS:
+            answer += tl.load(bias + expert * bias_stride + column, mask=fits, other=0.0).to(tl.float32)
+        answer = answer.to(kind).to(tl.float32)
+        total = (total + (answer * share).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(out + row.to(tl.int64) * num_columns + column, total.to(kind), mask=fits)
+
+
+def is_for(num_rows: int, num_chosen: int) -> bool:
+    """Whether rows are few enough that sorting them would cost more than reading some expert twice."""
+    return num_rows <= MAX_ROWS and num_chosen <= MAX_CHOSEN
+
+
+def experts(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
+    """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H]."""
+    num_rows, num_chosen = ids.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    ids, shares = ids.contiguous(), shares.contiguous()
+    gated = activation is silu_mul
+    inner = _up_of(x, ids, weights.up, weights.up_bias, gated)
+    inner = inner if gated else activation(inner)
+    size, bias, early = weights.down.shape[1], weights.down_bias, launch.early(x)
+    out = x.new_empty(num_rows, size)
+    _down[(triton.cdiv(size, BLOCK_N), num_rows)](
+        inner, ids, shares, weights.down, out if bias is None else bias, out, size, inner.shape[1],
+        weights.down.stride(0), weights.down.stride(1), 0 if bias is None else bias.stride(0),
+        NUM_CHOSEN=num_chosen, HAS_BIAS=bias is not None, BLOCK_N=BLOCK_N, BLOCK_K=_block_k(inner.shape[1]),
+        EARLY=early, num_warps=4, **launch.options(early),
+    )  # fmt: skip
+    return out
+
+
+def _up_of(x: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    """[T * k, I]: what each pair makes of its row."""
+    num_columns, early = weight.shape[1] // 2 if gated else weight.shape[1], launch.early(x)
+    out = torch.empty(ids.numel(), num_columns, dtype=x.dtype, device=x.device)
+    _up[(triton.cdiv(num_columns, BLOCK_N), ids.numel())](
+        x, ids, weight, out if bias is None else bias, out, num_columns, x.shape[1], ids.shape[1], x.stride(0),
+        weight.stride(0), weight.stride(1), 0 if bias is None else bias.stride(0),
+        GATED=gated, HAS_BIAS=bias is not None, BLOCK_N=BLOCK_N, BLOCK_K=_block_k(x.shape[1]), EARLY=early,
+        num_warps=4, **launch.options(early),
+    )  # fmt: skip
+    return out
+
+
+def _block_k(inner: int) -> int:
+    return min(triton.next_power_of_2(inner), BLOCK_K)
