@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -63,4 +63,5 @@ class LaunchedRanks:
         """That is noticed in the next step."""
 
     def end(self) -> None:
-        self.team.channel.send({"do": "end"})
+        with suppress(RuntimeError):  # they have ended already
+            self.team.channel.send({"do": "end"})
