@@ -18,6 +18,8 @@ from thread_ranks import ThreadWorkers
 from outrider import LLM, SamplingParams, pair
 from outrider.engine import engine
 from outrider.engine.policy import FixedDepth
+from outrider.engine.round import CHECKS
+from outrider.engine.team import RankLostError
 from outrider.llm import total_speculation
 
 # greedy and seeded requests in the same rounds
@@ -280,3 +282,15 @@ def test_images(family: str, sizes: tuple[int, int], vision_path: Callable[[str]
         ) as llm:
             found.append(ids(llm.generate(prompts_of(family), params)))
     assert found[0] == found[1]
+
+
+def test_ranks_that_do_not_remember_the_same_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, target_path: Callable[..., Path]
+) -> None:
+    monkeypatch.setenv(CHECKS, "1")
+    path, settings = target_path("llama"), {"method": "ngram", "prompt_lookup_min": 1}
+    assert ids(generated(path, settings, tensor_parallel_size=2)) == ids(generated(path, settings))
+    with LLM(path, None, tensor_parallel_size=2, **SMALL) as llm:
+        llm.engine.cache.state.tokens[:, 40] = 9  # where no request will come
+        with pytest.raises((RuntimeError, RankLostError), match=r"do not remember the same|a rank did not come"):
+            llm.generate(make_prompts(1), PARAMS[0])

@@ -4,6 +4,7 @@ first two the host may still say what grammars allow."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,8 @@ from outrider.kernels.collective import Ranks
 from outrider.kernels.round import judge, write_outcome
 from outrider.models.base import Target
 from outrider.types import Draft, Guidance, Hidden, Step, Verdict
+
+CHECKS = "OUTRIDER_CHECK_RANKS"  # set to anything in the environment: ranks compare what they remember, every round
 
 
 @dataclass(frozen=True)
@@ -144,4 +147,18 @@ class EagerRound:
         self._verdict = self._parts.choose(self._step, self.logits)
 
     def draft(self) -> Tensor:
-        return self._parts.draft(self._step, self.hidden, self._verdict, self.draft_width)
+        outcomes = self._parts.draft(self._step, self.hidden, self._verdict, self.draft_width)
+        if self._parts.ranks is not None and os.environ.get(CHECKS):
+            check_same(self._parts.ranks, self._step)
+        return outcomes
+
+
+def check_same(ranks: Ranks, step: Step) -> None:
+    """An error where ranks do not remember the same of a round's requests: they would never agree again."""
+    state, slots = step.state, step.batch.slots
+    place = 1 + torch.arange(state.tokens.shape[1], device=slots.device)
+    texts = (state.tokens[slots, :-1] * place[:-1]).sum(1)  # the last column is a dump
+    found = ranks.gather(torch.stack([state.lengths[slots], state.computed[slots], state.draft_count[slots], texts]))
+    for rank, each in enumerate(found):
+        if not torch.equal(each, found[0]):
+            raise RuntimeError(f"rank {rank} and rank 0 do not remember the same: {each.tolist()}, {found[0].tolist()}")
