@@ -82,7 +82,7 @@ def device_for(config: EngineConfig, rank: int, size: int) -> tuple[str, bool]:
         return "cpu", True
     if torch.cuda.device_count() >= size:
         return f"cuda:{rank}", True
-    return str(device), False
+    return f"cuda:{device.index or 0}", False
 
 
 @dataclass(frozen=True)
