@@ -75,15 +75,15 @@ def test_all_that_is_refused_is_named_at_once() -> None:
 
 def test_llm_names_all_of_them_before_it_loads_anything() -> None:
     with pytest.raises(ValueError, match="LLM cannot take") as told:
-        LLM("/nowhere", tensor_parallel_size=2, enable_lora=True, kv_cache_dtype="fp8", max_model_length=5)
-    for word in ("tensor_parallel_size=2: one engine uses one device", "enable_lora=True: LoRA adapters", "merge"):
+        LLM("/nowhere", data_parallel_size=2, enable_lora=True, kv_cache_dtype="fp8", max_model_length=5)
+    for word in ("data_parallel_size=2: an engine is one group of ranks", "enable_lora=True: LoRA adapters", "merge"):
         assert word in str(told.value)
     assert "max_model_length: nobody knows it (did you mean max_model_len?)" in str(told.value)
 
 
 def test_speculative_config_takes_vllms_keys() -> None:
     given = {"method": "ngram", "num_speculative_tokens": 3, "disable_padded_drafter_batch": True}
-    neutral = {"draft_tensor_parallel_size": 1, "rejection_sample_method": "standard", "quantization": None}
+    neutral = {"rejection_sample_method": "standard", "quantization": None}
     assert SpeculativeConfig.from_dict(given | neutral) == SpeculativeConfig("ngram", num_speculative_tokens=3)
     for vllms, ours in (("deepseek_mtp", "mtp"), ("ngram_gpu", "ngram"), ("eagle3", "eagle3")):
         assert SpeculativeConfig.from_dict({"method": vllms}).method == ours

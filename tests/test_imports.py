@@ -22,7 +22,7 @@ LAYERS = [
     {"preflight"},
     {"pair"},
     {"llm_arguments"},
-    {"llm", "matrix", "local_models", "options"},
+    {"llm", "matrix", "local_models", "options", "worker"},
     {"console", "conversation", "measure"},
     {"certify", "bench", "doctor", "server", "training", "inventory"},
     {"async_llm"},

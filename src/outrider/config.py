@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None  # for measuring rounds: accept so much, right or wrong
     synthetic_acceptance_rates: tuple[float, ...] | None = None  # the same for each token, of one request after another
     parallel_drafting: bool = False  # all draft tokens in one pass, by a checkpoint that was trained for it
+    draft_tensor_parallel_size: int | None = None  # 1: whole on every rank; None: by its size, or split as the target
     more: tuple[tuple[str, Any], ...] = ()  # settings that only the method's class may know: see own()
 
     @classmethod
@@ -227,13 +228,16 @@ class EngineConfig:
     threads: int | None = None  # of the CPU, for the whole process; None: as many as the machine has to spare
     tokenizer: str | Path | None = None  # None: the one that comes with the model
     skip_tokenizer_init: bool = False  # without any: prompts and answers are token ids
+    tensor_parallel_size: int = 1  # processes that share every layer
+    pipeline_parallel_size: int = 1  # stages, each with some of the layers, and with so many processes
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_predicted_tokens <= 1024:
             raise ValueError(f"num_predicted_tokens must be from 0 to 1024, not {self.num_predicted_tokens!r}")
         if self.num_snapshots is not None and (not isinstance(self.num_snapshots, int) or self.num_snapshots < 0):
             raise ValueError(f"num_snapshots must be a whole number, 0 for none, not {self.num_snapshots!r}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "snapshot_interval"):
+        sizes = ("max_num_seqs", "max_num_batched_tokens", "page_size", "snapshot_interval")
+        for name in (*sizes, "tensor_parallel_size", "pipeline_parallel_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
@@ -249,6 +253,11 @@ class EngineConfig:
             raise ValueError(f"unknown cpu_activations {self.cpu_activations!r}; known: {known}")
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that compute together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def torch_device(self) -> torch.device:
         return device_of(self.device)
 
@@ -259,3 +268,19 @@ class EngineConfig:
         if self.torch_device.type == "cpu":
             return torch.float32
         return DTYPES.get((stored or "bfloat16").removeprefix("torch."), torch.bfloat16)
+
+
+def config_to_json(config: EngineConfig) -> dict[str, Any]:
+    """As another process is told."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+
+
+def config_from_json(values: dict[str, Any]) -> EngineConfig:
+    speculative, watchdog = values["speculative"], values["watchdog"]
+    known = {**values, "speculative": None, "watchdog": None}
+    if speculative is not None:
+        lists = {name: tuple(value) for name, value in speculative.items() if isinstance(value, list)}
+        known["speculative"] = SpeculativeConfig(**{**speculative, **lists})
+    if watchdog is not None:
+        known["watchdog"] = WatchdogConfig(**watchdog)
+    return EngineConfig(**known)

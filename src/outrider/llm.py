@@ -39,6 +39,7 @@ from outrider.startup import CHECKING, StartupTimes
 from outrider.tokenizer import Tokenizer
 from outrider.types import Images, Prediction
 from outrider.vision import VisionTower, prompt_with_images, vision_of
+from outrider.worker import follow_if_launched
 
 
 class LLM:
@@ -76,6 +77,8 @@ class LLM:
         kv_cache_dtype: str = "auto",
         exact: bool = False,
         threads: int | None = None,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         progress: Progress | None = None,
         **others: Any,
     ) -> None:
@@ -112,8 +115,11 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
             exact=exact,
             threads=threads,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
         )
         self.config = replace(chosen, **settings)
+        follow_if_launched(self.config)
         self.startup = StartupTimes()
         self.engine, self.budget = open_pair(self.config, progress, self.startup)
         self.tokenizer = self.engine.tokenizer
@@ -372,6 +378,8 @@ class LLM:
     def _predicted(self, params: SamplingParams) -> np.ndarray | None:
         if not params.prediction or params.num_speculative_tokens == 0:
             return None
+        if self.config.pipeline_parallel_size > 1 and self.engine.drafting.remembers:
+            return None  # the drafter is on another rank, and drafts alone
         if self.engine.drafting.predicting is None:
             raise ValueError(
                 "a prediction needs room for drafts, and none was reserved: use a drafter (a target with recurrent "

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from outrider.drafters.base import Drafter, drafters
 from outrider.drafters.suffix import Suffix
+from outrider.engine.stages import AbsentDrafter
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.prompts import Prompt
@@ -171,4 +172,7 @@ def forget_all(drafter: Drafter | None) -> bool:
 
 def method_of(llm: LLM) -> str | None:
     """The name to which the drafter's class answers."""
-    return drafters.name_of(type(llm.drafter)) if llm.drafter is not None else None
+    drafter = llm.drafter
+    if drafter is None:
+        return None
+    return drafters.name_of(drafter.kind if isinstance(drafter, AbsentDrafter) else type(drafter))

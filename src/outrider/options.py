@@ -28,6 +28,8 @@ _THREADS_HELP = "Threads of the CPU. By default, one for every processor that ot
 _LENGTH_HELP = "Longest context, prompt and answer together; as 4096 or 4k."
 _QUANTIZATION_HELP = "How the target is quantised. On a GPU a dense one can be rounded to fp8 or int4."
 _KV_DTYPE_HELP = "Of keys and values: auto (as the model), or on a GPU fp8, in half the memory."
+_RANKS_HELP = "Processes, each with a GPU if there are as many, that share every layer."
+_STAGES_HELP = "Stages, each with some of the layers and as many processes as share them."
 _ACTIVATIONS_HELP = "What GGUF matrices are multiplied by on a CPU: int8 (auto, where it pays) or float32."
 _EXACT_HELP = "On a GPU: the bits of a token do not depend on what else is computed with it."
 _CHAT_HELP = "Put prompts through the chat template. By default, if the model has one."
@@ -53,6 +55,8 @@ KvCacheDtype = Annotated[str, option(ENGINE, "--kv-cache-dtype", metavar="NAME",
 CpuActivations = Annotated[str, option(ENGINE, "--cpu-activations", metavar="NAME", help=_ACTIVATIONS_HELP)]
 Exact = Annotated[bool, option(ENGINE, "--exact", help=_EXACT_HELP)]
 Eager = Annotated[bool, option(ENGINE, "--enforce-eager", help="On a GPU: no CUDA graphs.")]
+TensorParallelSize = Annotated[int, option(ENGINE, "--tensor-parallel-size", metavar="N", help=_RANKS_HELP, min=1)]
+PipelineParallelSize = Annotated[int, option(ENGINE, "--pipeline-parallel-size", metavar="M", help=_STAGES_HELP, min=1)]
 PromptFile = Annotated[
     Path | None, typer.Option("--prompts", metavar="FILE", help=_PROMPTS_HELP, exists=True, dir_okay=False)
 ]
@@ -90,6 +94,8 @@ class EngineOptions:
     cpu_activations: CpuActivations = "auto"
     exact: Exact = False
     enforce_eager: Eager = False
+    tensor_parallel_size: TensorParallelSize = 1
+    pipeline_parallel_size: PipelineParallelSize = 1
 
     def named(self, model: str | None, drafter: str | None = None, *, needs_model: bool = True) -> EngineOptions:
         """With names that were given without an option's: `outrider serve MODEL`. Where no target is named, and one is
@@ -121,6 +127,8 @@ class EngineOptions:
             "cpu_activations": self.cpu_activations,
             "exact": self.exact,
             "enforce_eager": self.enforce_eager,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
         }
         config = EngineConfig(
             model=target,
@@ -145,6 +153,8 @@ class EngineOptions:
             "--threads": self.threads,
             "--quantization": self.quantization,
             "--kv-cache-dtype": self.kv_cache_dtype,
+            "--tensor-parallel-size": self.tensor_parallel_size if self.tensor_parallel_size > 1 else None,
+            "--pipeline-parallel-size": self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else None,
             "--cpu-activations": self.cpu_activations,
         }
         flags = {

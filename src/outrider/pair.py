@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,6 +31,9 @@ from outrider.engine.loader import (
     load_weights,
 )
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
+from outrider.engine.stages import AbsentDrafter, split_layers
+from outrider.engine.team import Team, device_for
+from outrider.engine.workers import Workers, return_workers, take_workers
 from outrider.hub import TOKENIZER_PATTERNS, located
 from outrider.kernels import native
 from outrider.kernels.dispatch import use_triton
@@ -38,6 +42,7 @@ from outrider.layers.cached import cached_layers, recurrent_layers
 from outrider.layers.exact import make_exact
 from outrider.layers.linear import deferred
 from outrider.layers.packing import gains_from_packing, held_bytes, pack_weights, share_blocks
+from outrider.layers.split import split_over
 from outrider.models.base import Target
 from outrider.preflight import refuse_drafter
 from outrider.startup import StartupTimes
@@ -45,6 +50,7 @@ from outrider.threads import threads
 from outrider.tokenizer import Tokenizer
 from outrider.types import Checkpoint
 
+SMALL_DRAFTER = 2**29  # parameters
 DEFAULT_DIRECTORY = Path(__file__).parent / "default"
 AUTO = "auto"  # speculative_config: the drafter that comes with the model, if one does
 
@@ -115,11 +121,15 @@ def _speculative(given: Speculative, own: str | None) -> SpeculativeConfig | Non
 
 
 def open_pair(
-    config: EngineConfig, progress: Progress | None, startup: StartupTimes | None = None
+    config: EngineConfig, progress: Progress | None, startup: StartupTimes | None = None, team: Team | None = None
 ) -> tuple[Engine, Budget]:  # fmt: skip
     """Builds both models, checks that everything fits, and only then reads weights and takes memory. What its parts
-    take is noted in `startup`."""
+    take is noted in `startup`. `team`: the ranks that this is one of; where more than one is asked for and there is
+    none yet, they are started."""
     startup = startup or StartupTimes()
+    if team is None and config.num_ranks > 1:
+        return _open_with_workers(config, progress, startup)
+    ranks = team.ranks if team is not None else None
     _use_threads(config)
     checkpoint = open_checkpoint(config.model)
     drafter_checkpoint: Checkpoint | None = None
@@ -135,18 +145,28 @@ def open_pair(
                 drafter_checkpoint = checkpoint
         _check_activations(config, kinds)
         keeps = any(keeps_few_bits(source, config.torch_device, kind) for source, kind in kinds.items())
-        defers = deferred() if keeps else nullcontext()
+        # matrices of layers that are on other stages never get memory
+        defers = deferred() if keeps or config.pipeline_parallel_size > 1 else nullcontext()
         with startup.timed("models"), building(config.torch_device, dtype), defers:
-            target = build_target(checkpoint)
+            with split_over(ranks):
+                target = build_target(checkpoint)
             _check_dtype(config, target, dtype)
             if config.speculative is not None:
-                drafter = build_drafter(config.speculative, target, drafter_checkpoint)
+                with split_over(ranks if is_split(config, drafter_checkpoint, checkpoint) else None):
+                    drafter = build_drafter(config.speculative, target, drafter_checkpoint)
+                drafter.ranks = team.world if team is not None else None
+        is_drafting = True
+        if team is not None and team.num_stages > 1:
+            split_layers(target, drafter, team.stage, team.num_stages, team.world)
+            is_drafting = drafter is None or drafter.from_text or team.stage == team.num_stages - 1
+            if drafter is not None and not is_drafting:
+                drafter = AbsentDrafter(drafter)
         with startup.timed("models"):
             tokenizer = tokenizer_of(config, checkpoint)
         if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:
             _check_tokenizers(tokenizer, load_tokenizer(drafter_checkpoint))
         loaded: list[tuple[Target | Drafter, Checkpoint]] = [(target, checkpoint)]
-        if drafter is not None and drafter_checkpoint is not None:
+        if drafter is not None and drafter_checkpoint is not None and is_drafting:
             loaded.append((drafter, drafter_checkpoint))
         choose_pages(config, target, drafter)
         bounded, demand = _bounded(config, target), demand_of(target, drafter)
@@ -158,19 +178,68 @@ def open_pair(
         if keeps:  # what it comes to is known only now
             budget = plan_memory(bounded, demand, held)
         budget = replace(budget, weight_bytes=held, drafter_bytes=held - held_bytes(target))
+        if team is not None:
+            budget = agreed_budget(budget, team)
         if config.torch_device.type == "cpu":
             target.register_forward_pre_hook(lambda *_: threads.adjust())
         if config.exact:  # of the target alone: what a drafter says is judged
             make_exact(target)
         with startup.timed("cache"):
-            drafting = Drafting.of(config, drafter, _predicting(config, target, drafter))
-            engine = Engine(config, target, drafting, budget, tokenizer)
+            predicting = _predicting(config, target, drafter)
+            if predicting is not None:
+                predicting.ranks = team.world if team is not None else None
+            engine = Engine(config, target, Drafting.of(config, drafter, predicting), budget, tokenizer, team)
+        if team is not None:
+            team.agree([])  # that all have their memory
         engine.end_ids = _end_ids(checkpoint, tokenizer)
         return engine, budget
+    except Exception as error:
+        if team is not None:
+            team.fail(error)
+        raise
     finally:
         checkpoint.close()
         if drafter_checkpoint is not None:
             drafter_checkpoint.close()
+
+
+def _open_with_workers(config: EngineConfig, progress: Progress | None, startup: StartupTimes) -> tuple[Engine, Budget]:
+    """The other ranks are processes of this engine, and end with it."""
+    with startup.timed("ranks"):
+        workers = take_workers(config)
+    try:
+        with workers.watched(ValueError):  # which all ranks have heard of
+            device, _ = device_for(config, 0, workers.size)
+            workers.open(config)
+            engine, budget = open_pair(replace(config, device=device), progress, startup, workers.team)
+    except ValueError:
+        return_workers(workers)
+        raise
+    except BaseException:
+        if isinstance(workers, Workers):
+            workers.end()
+        raise
+    engine.workers = workers
+    return engine, budget
+
+
+def is_split(config: EngineConfig, drafter: Checkpoint | None, target: Checkpoint) -> bool:
+    """Whether the drafter is split over ranks like the target; else all of it is on every rank. Where nobody says,
+    small ones are not: what they would wait for each other is more than what they would read less."""
+    assert config.speculative is not None
+    asked, size = config.speculative.draft_tensor_parallel_size, config.tensor_parallel_size
+    if asked not in (None, 1, size):
+        raise ValueError(f"draft_tensor_parallel_size must be 1 or {size} (tensor_parallel_size), not {asked!r}")
+    if asked is not None or drafter is None or drafter is target:
+        return asked != 1
+    return sum(math.prod(drafter.shape(name)) for name in drafter.names()) > SMALL_DRAFTER
+
+
+def agreed_budget(budget: Budget, team: Team) -> Budget:
+    """What every rank has room for."""
+    mine = [budget.num_pages, budget.max_model_len, budget.num_snapshots]
+    pages, length, snapshots = (min(each) for each in zip(*team.agree(mine), strict=True))
+    return replace(budget, num_pages=pages, max_model_len=length, num_snapshots=snapshots)
 
 
 def rounded_to(name: str | None, checkpoint: Checkpoint) -> Kind | None:

@@ -273,6 +273,7 @@ class Step:
     judged_start: Tensor  # [B + 1] int32, where the judged rows of each request begin
     sampling: Sampling
     state: SlotState
+    number: int = 0  # of the round, where other ranks are told of it
     tenants: tuple[str | None, ...] = ()  # [B] whose requests they are; what one tenant says, no other may be shown
     predictions: tuple[Prediction | None, ...] = ()  # [B] what each answer is expected to be
     guidance: Guidance | None = None  # None: nothing is forbidden, nothing forced

@@ -39,24 +39,29 @@ def test_what_is_said_to_be_ours_is_ours() -> None:
     assert len(names) == len(set(names))
     assert not set(names) & set(own())
     assert set(names) >= SWITCHES
-    assert {"--tensor-parallel-size", "--kv-cache-dtype", "--enable-lora", "--max-logprobs"} <= set(names)
+    assert {"--data-parallel-size", "--kv-cache-dtype", "--enable-lora", "--max-logprobs"} <= set(names)
 
 
 def test_a_line_of_vllms() -> None:
     line = "org/name -tp 1 --max_model_len 4k --enable-auto-tool-choice --no-enable-chunked-prefill --port=8001"
     line += " --trust-remote-code=false --kv-cache-dtype auto --served-model-name a b --max-logprobs 20"
-    kept = ["--max-model-len", "4k", "--port=8001", "--served-model-name", "a", "--served-model-name", "b", "org/name"]
+    kept = ["--tensor-parallel-size", "1", "--max-model-len", "4k", "--port=8001"]
+    kept += ["--served-model-name", "a", "--served-model-name", "b", "org/name"]
     assert settle_arguments(line.split(), own()) == kept
     # a model that comes last is no name
     assert settle_arguments(["--served-model-name", "a", "org/name"], own()) == ["--served-model-name", "a", "org/name"]
 
 
 def test_what_is_refused_is_named_together() -> None:
-    line = "m -tp 2 --trust-remote-code --gpu-memory-utilisation 0.9 --wibble --quantization fp8"
+    line = "m -dp 2 --trust-remote-code --gpu-memory-utilisation 0.9 --wibble --quantization fp8"
     with pytest.raises(ValueError, match="outrider serve cannot take") as told:
         settle_arguments(line.split(), own())
     said = str(told.value)
-    for word in ("--tensor-parallel-size=2: one engine", "--trust-remote-code=True: no code", "--wibble: nobody"):
+    for word in (
+        "--data-parallel-size=2: an engine is one group",
+        "--trust-remote-code=True: no code",
+        "--wibble: nobody",
+    ):
         assert word in said
     assert "did you mean --gpu-memory-utilization?" in said
     assert "--quantization" not in said
@@ -73,7 +78,7 @@ def test_a_file_of_flags(tmp_path: Path) -> None:
     file = tmp_path / "flags.yaml"
     file.write_text(
         "model: org/name\nport: 9000\nmax_model_len: 4k\nenable-prefix-caching: false\nenforce-eager: true\n"
-        "tensor-parallel-size: 1\nserved-model-name: [a, b]\nallowed-origins: ['*']\n"
+        "data-parallel-size: 1\nserved-model-name: [a, b]\nallowed-origins: ['*']\n"
         "speculative-config: {method: ngram, num_speculative_tokens: 3}\ntrust-remote-code: false\n"
     )
     kept = settle_arguments(["--config", str(file), "--port", "8001"], own())
@@ -82,8 +87,8 @@ def test_a_file_of_flags(tmp_path: Path) -> None:
     expected.append('--speculative-config={"method": "ngram", "num_speculative_tokens": 3}')
     assert kept == expected
     assert "--model=org/name" not in settle_arguments(["other", f"--config={file}"], own())
-    file.write_text("tensor-parallel-size: 2\nwibble: 3\n")
-    with pytest.raises(ValueError, match=r"--tensor-parallel-size=2: .*--wibble"):
+    file.write_text("data-parallel-size: 2\nwibble: 3\n")
+    with pytest.raises(ValueError, match=r"--data-parallel-size=2: .*--wibble"):
         settle_arguments(["--config", str(file)], own())
     for text in ("a: [", "- a", "just text"):
         file.write_text(text)

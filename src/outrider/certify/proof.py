@@ -219,13 +219,20 @@ class Proof:
         return Identity(
             model=shown_name(self.subject.config.model),
             architecture=str((llm.target.config.get("architectures") or ["unnamed"])[0]),
-            num_parameters=sum(parameter.numel() for parameter in llm.target.parameters()),
+            num_parameters=llm.target.num_parameters,
             drafter=method if settings.model is None else f"{method} ({settings.model})",
             num_speculative_tokens=settings.num_speculative_tokens,
             dtype=str(llm.target.embed.weight.dtype).removeprefix("torch."),
-            device=str(llm.config.torch_device),
+            device=_where(llm),
             exact=self.subject.config.exact,
         )
+
+
+def _where(llm: LLM) -> str:
+    """The device, or how many ranks share the target."""
+    config = llm.config
+    stages = f" in {config.pipeline_parallel_size} stages" if config.pipeline_parallel_size > 1 else ""
+    return f"{config.torch_device}{f', {config.num_ranks} ranks{stages}' if config.num_ranks > 1 else ''}"
 
 
 def _table_order(case: Case) -> tuple[int, float]:

@@ -48,6 +48,8 @@ OWN = {
     "--block-size": "16 by default",
     "--enable-prefix-caching": "the default",
     "--enforce-eager": "",
+    "--tensor-parallel-size": "processes that share every layer, over NCCL or gloo; see parallel.md",
+    "--pipeline-parallel-size": "stages with some of the layers each; see parallel.md",
     "--speculative-config": "with adaptive, the default, as many tokens as are worth it",
     "--tool-call-parser": "by default read from the chat template",
     "--reasoning-parser": "by default read from the chat template",

@@ -23,6 +23,8 @@ OWN = {
     "enforce_eager": "",
     "quantization": "fp8 or int4: dense matrices are rounded at load, on a GPU; else checked against the checkpoint",
     "kv_cache_dtype": "auto, or fp8 on a GPU: keys and values in 8 bits, without scales; windows stay as they are",
+    "tensor_parallel_size": "processes that share every layer, over NCCL or gloo; see parallel.md",
+    "pipeline_parallel_size": "stages with some of the layers each; see parallel.md",
     "speculative_config": "docs/doctor.md; with adaptive, as many tokens as are worth it",
     "chat_template": "text, or a file that holds it",
     "generation_config": "auto, vllm, or a directory",
@@ -38,7 +40,7 @@ def _is_xgrammar(config: Any) -> bool:
     return isinstance(config, Mapping) and all(value in taken.get(name, ()) for name, value in config.items())
 
 
-_ONE_DEVICE = "one engine uses one device: start one for each, or a smaller model"
+_ONE_DEVICE = "an engine is one group of ranks on one machine: see docs/parallel.md, or start several"
 _NO_LORA = "LoRA adapters are not supported: merge the adapter into the weights"
 _NO_CODE = "no code but Outrider's own is ever run: leave it out; what can be loaded, `outrider matrix` says"
 _TEXT_ONLY = "models answer in text: use another engine for embeddings and scores"
@@ -146,7 +148,7 @@ LLM = Rules(
     refused=[
         Refused(
             {
-                **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), (1,)),
+                "data_parallel_size": (1,),
                 **dict.fromkeys(("prefill_context_parallel_size", "decode_context_parallel_size", "nnodes"), (1,)),
                 **dict.fromkeys(("node_rank", "data_parallel_rank", "data_parallel_start_rank"), (0,)),
                 **dict.fromkeys(("enable_expert_parallel", "enable_eplb", "enable_dbo", "enable_elastic_ep"), (False,)),
@@ -269,7 +271,7 @@ SPECULATIVE = Rules(
         ),
     ],
     refused=[
-        Refused({"draft_tensor_parallel_size": (1,), "tensor_parallel_size": (1,)}, _ONE_DEVICE),
+        Refused({"tensor_parallel_size": (1,)}, "it is called draft_tensor_parallel_size"),
         Refused({"rejection_sample_method": ("standard",)}, "a draft token stands where it is the target's own choice"),
         Refused({"revision": (), "code_revision": ()}, "give the directory of that revision as model"),
         Refused({"use_heterogeneous_vocab": (False,)}, "target and draft model must have one vocabulary"),

@@ -45,6 +45,8 @@ def doctor_command(
         from outrider.doctor.examination import FULL, examine_config
         from outrider.doctor.report import show_diagnosis
     config = options.config()
+    if config.num_ranks > 1:
+        raise ValueError("a drafter is examined by one process: leave out --tensor-parallel-size")
     if config.speculative is None:
         raise ValueError("give a drafter too: outrider doctor MODEL DRAFTER")
     effort = FULL if max_tokens is None else replace(FULL, max_tokens=max_tokens)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from outrider.config import SpeculativeConfig
 from outrider.drafters.fresh import Fresh, Plan
 from outrider.drafters.lesson import Lesson, Loss
+from outrider.kernels.collective import Ranks
 from outrider.kernels.round import Catching, extension_rows, shift_taps
 from outrider.kernels.sampling import choose
 from outrider.models.base import Target
@@ -44,6 +45,7 @@ class Drafter(nn.Module):
     lives_in_target = False  # without a checkpoint of its own, its weights are in the target's
     drafts_in_parallel = False  # it knows what to do with parallel_drafting
     own_settings: Mapping[str, Any] = {}  # of speculative_config, with their defaults: settings.own(...) in build()
+    ranks: Ranks | None = None  # that run it together, where one process does not run it alone
     recordable = True  # propose() asks the host nothing, so that a round can be recorded and replayed
 
     @classmethod

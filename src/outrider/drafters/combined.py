@@ -83,7 +83,7 @@ class Combined(Drafter):
         for part in self.parts[:-1]:
             assert isinstance(part, Drafter)
             heard = self._first(heard, part.propose(step, hidden, verdict), least)
-        if _nobody_is_left(heard, step, least):
+        if self.ranks is None and _nobody_is_left(heard, step, least):
             step = replace(step, shape=replace(step.shape, depth=0))
         return self._first(heard, self.last.propose(step, hidden, verdict), least)
 

@@ -379,7 +379,7 @@ def _reading(name: str, advice: str, **changes: Any) -> Reading:
 
 def _half_split(attention: SelfAttention) -> Callable[[list[Tensor]], Tensor]:
     """Moves the rows of queries and keys so that rotary pairs of neighbours (2 j, 2 j + 1) become (j, j + half)."""
-    shape, num_rotary = attention.shape, 2 * len(attention.rotary.inv_freq)
+    shape, num_rotary = attention.whole_shape, 2 * len(attention.rotary.inv_freq)
     order = torch.arange(shape.head_dim)
     order[:num_rotary] = torch.cat([torch.arange(0, num_rotary, 2), torch.arange(1, num_rotary, 2)])
     turned = (shape.num_heads + shape.num_kv_heads) * shape.head_dim

@@ -123,10 +123,11 @@ def _check(config: AssistantConfig, target: Target) -> None:
         if source is None:
             known = ", ".join(sorted(target.shared_layers)) or "none"
             raise ValueError(f"the assistant reads a {kind} layer, but the target has no such layer to read ({known})")
-        if (head_dim, num_kv_heads) != (source.shape.head_dim, source.shape.num_kv_heads):
+        shape = source.whole_shape
+        if (head_dim, num_kv_heads) != (shape.head_dim, shape.num_kv_heads):
             raise ValueError(
                 f"the assistant's {kind} layers read {num_kv_heads} key/value heads of {head_dim}, but the target's "
-                f"have {source.shape.num_kv_heads} of {source.shape.head_dim}: it belongs to another target"
+                f"have {shape.num_kv_heads} of {shape.head_dim}: it belongs to another target"
             )
     if config.num_centroids and config.text["vocab_size"] % config.num_centroids:
         raise ValueError(
@@ -143,7 +144,7 @@ class CentroidHead(Head):
     """Looks only at the tokens of the centroids that are nearest; all others are out of the question."""
 
     def __init__(self, vocab_size: int, hidden_size: int, num_centroids: int, num_chosen: int) -> None:
-        super().__init__(vocab_size, hidden_size)
+        super().__init__(vocab_size, hidden_size, is_split=False)
         self.centroids = Linear(hidden_size, num_centroids)
         self.num_chosen = num_chosen
         # the tokens of the first centroid, then of the second, ...

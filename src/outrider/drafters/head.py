@@ -111,7 +111,7 @@ def layer_weights(block: Block | LatentBlock, source: str, name: str) -> dict[st
     if isinstance(block, DecoderBlock | LatentBlock):
         weights[f"{name}attention_norm.weight"] = Weight((f"{source}input_layernorm.weight",))
     if isinstance(block, LatentBlock):
-        weights |= latent_weights(block.attention.shape, f"{source}self_attn.", f"{name}attention.")
+        weights |= latent_weights(block.attention.whole_shape, f"{source}self_attn.", f"{name}attention.")
     else:
         weights |= attention_weights(block.attention, f"{source}self_attn.", f"{name}attention.")
     return weights | mlp_weights(block.mlp, f"{source}mlp.", f"{name}mlp.")

@@ -68,6 +68,10 @@ class SafetensorsCheckpoint:
     def tensor(self, name: str) -> torch.Tensor:
         return self._file_of(name).get_tensor(name)
 
+    def part(self, name: str, dim: int, begin: int, end: int) -> torch.Tensor:
+        """What lies between two places along a dimension; nothing else is read."""
+        return self._file_of(name).get_slice(name)[(slice(None),) * dim + (slice(begin, end),)]
+
     def close(self) -> None:
         self._tensor_files = {}
         self._files.close()

@@ -92,7 +92,15 @@ class Drafting:
         if not behind or self.drafter is None:
             return
         plan = [_missed_work(request) for request in behind]
-        step = self._runner.pack(plan, exact_shape(plan, 0), missed=True)
+        self.see_missed(self._runner.pack(plan, exact_shape(plan, 0), missed=True))
+        for request in behind:
+            request.num_followed = request.num_computed
+            for work in request.flying:
+                work.rests = False
+
+    def see_missed(self, step: Step) -> None:
+        """The drafter sees rows that it has missed."""
+        assert self.drafter is not None
         hidden = self._cache.missed(step)
         nothing = torch.zeros_like(step.num_rows)
         verdict = Verdict(tokens=nothing[:, None], count=nothing, kept=step.num_rows)
@@ -100,10 +108,6 @@ class Drafting:
         self.drafter.propose(step, hidden, verdict)
         state, slots = step.state, step.batch.slots
         state.followed[slots] = state.computed[slots]
-        for request in behind:
-            request.num_followed = request.num_computed
-            for work in request.flying:
-                work.rests = False
 
     def draft(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft | None:
         """The last part of a round: a draft for the next one, None if nobody drafts. Asks the host nothing unless the
@@ -115,11 +119,17 @@ class Drafting:
         self._cache.keep_taps(step, hidden, verdict)
         predictions = any(prediction is not None for prediction in step.predictions)
         drafter = self.predicting if predictions else self.drafter
-        if drafter is None:
-            return None
+        if drafter is None or (drafter.from_text and drafter.ranks is not None and drafter.ranks.rank):
+            return None  # a text is looked into by one rank
         draft = drafter.propose(step, hidden, verdict)
         _check_form(draft, len(step.batch.slots), drafter)
         return draft
+
+    def draft_width(self, plan: Sequence[Work], shape: RoundShape) -> int:
+        """How many tokens wide the draft of a round is; 0: nobody drafts."""
+        predictions = any(work.request.prediction is not None for work in plan)
+        drafter = self.predicting if predictions else self.drafter
+        return 0 if drafter is None or shape.rests or not (shape.depth or predictions) else drafter.lookahead
 
     def learn(self, request: Request) -> None:
         """A request has ended."""

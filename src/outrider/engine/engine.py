@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -20,18 +20,24 @@ from outrider.engine.flight import Flight, landed, to_host, wants_logprobs, want
 from outrider.engine.grammar import Grammars, Guide
 from outrider.engine.graphs import NUM_ROWS, Graphs
 from outrider.engine.guidance import guidance_of
+from outrider.engine.launched import LaunchedRanks
 from outrider.engine.logprobs import add_prompt_logprobs, logprob_table
 from outrider.engine.memory import Budget, cache_shape
+from outrider.engine.orders import Orders
 from outrider.engine.pages import PagePool
+from outrider.engine.placing import Placing
 from outrider.engine.policy import DepthPolicy, judged_of
 from outrider.engine.request import Progress, Request, Work
 from outrider.engine.round import EagerRound, Round, RoundParts
 from outrider.engine.runner import Runner, exact_shape
 from outrider.engine.scheduler import Limits, Plan, Scheduler
 from outrider.engine.snapshots import Snapshots
+from outrider.engine.stages import StagedRound
 from outrider.engine.stopwatch import Stopwatch
+from outrider.engine.team import RankLostError, Team
 from outrider.engine.verify import synthetic_choice
 from outrider.engine.watchdog import Watchdog
+from outrider.engine.workers import Workers, return_workers
 from outrider.kernels.dispatch import has_triton
 from outrider.models.base import Target
 from outrider.sampling_params import Guided, SamplingParams
@@ -50,7 +56,9 @@ class Engine:
         drafting: Drafting,
         budget: Budget,
         tokenizer: Tokenizer | None = None,
+        team: Team | None = None,
     ) -> None:
+        """`team`: the ranks that it is one of, where it does not compute alone."""
         self.target, self.tokenizer = target, tokenizer
         drafter, self.lookahead = drafting.drafter, drafting.lookahead
         self.max_model_len = budget.max_model_len
@@ -60,7 +68,7 @@ class Engine:
         self.cache = Cache(shape, models, config.torch_device, next(target.parameters()).dtype)
         # more rows bring nothing, and keep those waiting who decode; but everybody must be able to move in every round
         most = config.max_num_batched_tokens
-        recorder = self.recorder(config)
+        recorder = self.recorder(config) if team is None else None
         num_rows = min(most, NUM_ROWS[-1]) if recorder is not None else most
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -80,8 +88,12 @@ class Engine:
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages, forgets), snapshots)
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = Watchdog.of(config, drafter)
-        self._round = Round(target, drafting, synthetic_choice(config.speculative))
-        self.graphs = recorder(self.runner, self._round, config.max_num_seqs) if recorder is not None else None
+        kind = Round if team is None or team.num_stages == 1 else StagedRound
+        self.parts = kind(target, drafting, synthetic_choice(config.speculative), team.world if team else None)
+        self.orders = Orders(team.channel) if team is not None and team.is_first else None
+        self.runner.orders = self.orders
+        self.workers: Workers | LaunchedRanks | None = None  # the other ranks
+        self.graphs = recorder(self.runner, self.parts, config.max_num_seqs) if recorder is not None else None
         drafting.bind(self.runner, self.graphs.row_sizes if self.graphs is not None else None)
         self._max_flying = 1 if config.torch_device.type == "cpu" and self.graphs is None else MAX_FLYING
         self._flights: deque[Flight] = deque()
@@ -126,9 +138,13 @@ class Engine:
 
     # one step
 
-    @torch.inference_mode()
     def step(self) -> list[Progress]:
         """Launches rounds, then reads the outcome of the oldest: how far it has brought which requests."""
+        with self.workers.watched() if self.workers is not None else nullcontext():
+            return self._step()
+
+    @torch.inference_mode()
+    def _step(self) -> list[Progress]:
         self._flights = deque(flight for flight in self._flights if flight.is_wanted)
         self._launch_rounds()
         if not self._flights:
@@ -179,13 +195,25 @@ class Engine:
         if flight.parts is None:
             return False
         parts, plan, flight.parts = flight.parts, flight.plan, None
+        said = guidance_of(plan, flight.shape, 1 + max(self.lookahead, flight.shape.max_drafts))
+        if self.orders is not None:
+            assert isinstance(parts, EagerRound)
+            parts.draft_width = width = self.drafting.draft_width(plan, flight.shape)
+            gathers = (wants_logprobs(plan), wants_prompt_logprobs(plan))
+            self.orders.finish(parts.number, said, gathers=gathers, draft_width=width)
         if wants_logprobs(plan):
-            flight.logits = parts.logits.clone()  # later parts, and rounds, write over them
+            flight.logits = self.parts.whole_logits(parts.logits)
         if wants_prompt_logprobs(plan):
-            flight.hidden = parts.hidden
-        parts.choose(guidance_of(plan, flight.shape, 1 + max(self.lookahead, flight.shape.max_drafts)))
+            flight.hidden = self.parts.last_hidden(parts.hidden)
+        parts.choose(said)
         flight.outcomes, flight.landed = to_host(parts.draft())
         return True
+
+    def _logits_of(self, states: Tensor) -> Tensor:
+        """Of hidden states [R, H], all [R, V]."""
+        if self.orders is not None:
+            self.orders.logits(states)
+        return self.parts.logits_of(states)
 
     def _parts(self, plan: Sequence[Work], shape: RoundShape) -> tuple[RoundParts, RoundShape]:
         """How a round is done: from recordings where it can be, step by step otherwise; and its sizes then."""
@@ -193,7 +221,7 @@ class Engine:
             fitted = self.graphs.fitted(plan, shape)
             if fitted is not None:
                 return self.graphs.round(plan, fitted), fitted
-        return EagerRound(self._round, self.runner.pack(plan, shape)), shape
+        return EagerRound(self.parts, self.runner.pack(plan, shape)), shape
 
     def _is_recordable(self, plan: Sequence[Work]) -> bool:
         """What the host must decide in every round, or look at afterwards, cannot be recorded."""
@@ -211,7 +239,7 @@ class Engine:
         end = self.stopwatch.now()
         read = [each for each in flight.read() if each[0].is_current]
         if flight.hidden is not None:
-            add_prompt_logprobs(flight.read_rows(), flight.hidden, self.target, self.tokenizer)
+            add_prompt_logprobs(flight.read_rows(), flight.hidden, self._logits_of, self.tokenizer)
         judged, brought = [], []
         for work, outcome, begin in read:
             logits = flight.logits[begin : begin + 1 + outcome.num_judged] if flight.logits is not None else None
@@ -231,21 +259,22 @@ class Engine:
     def _place(self, plan: Plan) -> None:
         """Slots of new requests are filled, and page tables learn of new pages."""
         page_size = self.cache.shape.page_size
+        admitted = []
         for request in plan.admitted:
             reused = request.pages[: request.num_computed // page_size]
-            self.cache.admit(request.slot, request.tokens, reused, request.images, request.marks.restored)
+            admitted.append((request, reused))
             request.num_placed = len(reused)
             request.first_admitted = request.first_admitted or time.monotonic()
             self.drafting.policy.admit(request.slot)
-        if plan.admitted:
-            self.runner.options.write(plan.admitted, self.cache.upload)
         places = []
         for request in (work.request for work in plan.work):
             new = enumerate(request.pages[request.num_placed :], start=request.num_placed)
             places += [(request.slot, place, page) for place, page in new]
             request.num_placed = len(request.pages)
-        self.cache.place_pages(places)
-        self.cache.want(plan.wanted)
+        placing = Placing(admitted, places, plan.wanted)
+        if self.orders is not None:
+            self.orders.place(placing)
+        placing.put(self.cache, self.runner.options)
 
     def _settle(self, work: Work, outcome: Outcome, logits: Tensor | None) -> Progress:
         """What a round brought reaches its request; logits [J, V] of the judged rows."""
@@ -304,7 +333,7 @@ class Engine:
 
     @property
     def drafting(self) -> Drafting:
-        return self._round.drafting
+        return self.parts.drafting
 
     @property
     def drafter(self) -> Drafter | None:
@@ -316,11 +345,11 @@ class Engine:
         cached layers of the engine's own."""
         assert not self.has_work, "the drafter of an engine at work cannot be changed"
         before = self.drafting
-        self._round.drafting = before.having(policy, drafter or before.drafter)
+        self.parts.drafting = before.having(policy, drafter or before.drafter)
         try:
             yield
         finally:
-            self._round.drafting = before
+            self.parts.drafting = before
 
     @property
     def num_recordings(self) -> int:
@@ -341,6 +370,15 @@ class Engine:
         return None if self.graphs is None else self.graphs.replay_ms(count)
 
     def close(self) -> None:
+        if self.workers is not None:
+            workers, self.workers = self.workers, None
+            try:
+                with workers.watched():
+                    assert self.orders is not None
+                    self.orders.close()
+            except RankLostError:
+                pass  # they are gone already
+            return_workers(workers)
         self.cache.free()
         if self._grammars is not None:
             self._grammars.trial.close()

@@ -19,12 +19,14 @@ from outrider.engine.gguf import GgufCheckpoint
 from outrider.engine.gguf_levels import quantised_of
 from outrider.engine.host_memory import use_large_pages
 from outrider.engine.quantised import QuantisedCheckpoint
+from outrider.engine.shares import fill_share
 from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.packed import Packed, pack_blocks, pack_tiles
 from outrider.kernels.quantised import Kind, Quantised, joined, quantise
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import give_memory, take_memory
 from outrider.layers.packing import gains_from_packing, packable
+from outrider.layers.split import cut_of, whole_shape
 from outrider.models.base import Target, targets
 from outrider.threads import threads
 from outrider.types import Checkpoint, Weight
@@ -99,7 +101,8 @@ def load_weights(
     those of a GGUF file are laid out for dot products in whole numbers."""
     weights = module.weights()
     parameters = dict(module.named_parameters())
-    assert weights.keys() == parameters.keys(), weights.keys() ^ parameters.keys()
+    is_part = isinstance(module, Target) and module.stage is not None  # other layers are loaded by other ranks
+    assert weights.keys() == parameters.keys() or is_part, weights.keys() ^ parameters.keys()
     actual: dict[str, str] = {}  # names on disk, by the module's own
     for name in checkpoint.names():
         other = actual.setdefault(module.canonical(name), name)
@@ -114,13 +117,16 @@ def load_weights(
     if _is_for_gpu(next(module.parameters())) or not isinstance(checkpoint, GgufCheckpoint):
         # rows of an embedding are looked up, not computed with
         keepable -= {layer.weight for layer in packable(module) if isinstance(layer, Embedding)}
+    # a part of a matrix is read from floats: blocks may reach across its borders
+    blocks = {parameter for parameter in keepable if cut_of(parameter) is None}
     multiplied = {layer.weight for layer in packable(module) if not isinstance(layer, Embedding)} if tiled else set()
     check = FiniteCheck(checkpoint)
+    weights = {name: weight for name, weight in weights.items() if name in parameters}
     for done, (name, weight) in enumerate(weights.items()):
         stored = replace(weight, names=tuple(actual[source] for source in weight.names))
         parameter = parameters[name]
         form = None
-        if kept is not None and parameter in keepable:
+        if kept is not None and parameter in blocks:
             form = _as_stored(parameter, checkpoint, name, stored, tiled=parameter in multiplied)
         if kept is not None and _keep(parameter, form, kept):
             check.note_kept(kept[parameter], stored.names)
@@ -193,11 +199,21 @@ def _keep(parameter: nn.Parameter, form: Packed | Quantised | None, kept: KeptBl
 def _fill(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight) -> None:
     give_memory(parameter)
     use_large_pages(parameter)
+    cut = cut_of(parameter)
+
+    def combined() -> Tensor:
+        whole = _combined(checkpoint, weight, parameter)
+        _check_shape(parameter, tuple(whole.shape), checkpoint, name, weight)
+        return whole
+
     with torch.no_grad():
+        if cut is not None:
+            if weight.combine is None:
+                _parts(parameter, checkpoint, name, weight)  # complains about shapes
+            fill_share(parameter, cut, checkpoint, weight, combined)
+            return
         if weight.combine is not None:
-            combined = _combined(checkpoint, weight, parameter)
-            _check_shape(parameter, tuple(combined.shape), checkpoint, name, weight)
-            parameter.copy_(combined)
+            parameter.copy_(combined())
             return
         for source, part in zip(weight.names, _parts(parameter, checkpoint, name, weight), strict=True):
             _read(checkpoint, source, part)
@@ -224,16 +240,17 @@ def _parts(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: W
         raise _do_not_fit(checkpoint, dict(zip(weight.names, shapes, strict=True)))
     num_rows = [shape[0] for shape in shapes]
     _check_shape(parameter, (sum(num_rows), *shapes[0][1:]), checkpoint, name, weight)
-    return parameter.split(num_rows)
+    return parameter.split(num_rows) if cut_of(parameter) is None else []
 
 
 def _check_shape(
     parameter: nn.Parameter, shape: tuple[int, ...], checkpoint: Checkpoint, name: str, weight: Weight
 ) -> None:
-    if shape != parameter.shape:
+    wanted = whole_shape(parameter)
+    if shape != wanted:
         raise ValueError(
             f"{checkpoint.path}: {_listed(weight.names, ' + ')} has shape {shape}, but config.json "
-            f"asks for {tuple(parameter.shape)} (parameter {name})"
+            f"asks for {wanted} (parameter {name})"
         )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from outrider.engine.request import Work
-from outrider.models.base import Target
 from outrider.outputs import Logprob
 from outrider.tokenizer import Tokenizer
 from outrider.types import Hidden
@@ -36,9 +35,13 @@ def logprob_table(
 
 
 def add_prompt_logprobs(
-    rows: Sequence[tuple[Work, int]], hidden: Hidden, target: Target, tokenizer: Tokenizer | None
+    rows: Sequence[tuple[Work, int]],
+    hidden: Hidden,
+    logits_of: Callable[[Tensor], Tensor],
+    tokenizer: Tokenizer | None,
 ) -> None:
-    """Those of prompt tokens, for the rows of a round whose requests asked; `rows` says where each one's begin."""
+    """Those of prompt tokens, for the rows of a round whose requests asked; `rows` says where each one's begin.
+    `logits_of`: hidden states [R, H] -> [R, V]."""
     for work, begin in rows:
         request, wanted = work.request, work.request.params.prompt_logprobs
         done = len(request.prompt_logprobs)
@@ -51,7 +54,7 @@ def add_prompt_logprobs(
             first = begin + done - 1 - start
             states = hidden.last[first : first + len(known)]
             for part in range(0, len(known), MANY):
-                logits = target.logits(states[part : part + MANY])
+                logits = logits_of(states[part : part + MANY])
                 request.prompt_logprobs += logprob_table(logits, known[part : part + MANY], wanted, tokenizer)
 
 

@@ -181,7 +181,7 @@ def _room(config: EngineConfig, demand: Demand, weight_bytes: int, state_bytes: 
     least = config.kv_cache_memory or demand.page_bytes(config.page_size)
     if config.torch_device.type == "cpu":
         left = free_bytes() - weight_bytes - state_bytes
-        room = int(left * CACHE_SHARE)
+        room = int(left * CACHE_SHARE / config.num_ranks)
         remedy = "use a smaller model, or free memory"
     else:
         left = room = _left_on_gpu(config, demand, weight_bytes) - state_bytes
@@ -203,7 +203,8 @@ def _left_on_gpu(config: EngineConfig, demand: Demand, weight_bytes: int) -> int
     working += demand.option_bytes(config.max_num_seqs + 1)
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, unused
-    return min(int(total * config.gpu_memory_utilization) - weight_bytes, free) - working
+    num_here = 1 if torch.cuda.device_count() >= config.num_ranks else config.num_ranks  # ranks on this device
+    return min(int(total * config.gpu_memory_utilization / num_here) - weight_bytes, free // num_here) - working
 
 
 def free_bytes() -> int:

@@ -64,6 +64,34 @@ class Flags:
         return cls(any(map(is_filtered, params)), any(map(is_adjusted, requests)))
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the requests of a round ask of sampling at all."""
+
+    greedy: bool
+    filtered: bool
+    biased: bool
+    bad_words: bool
+    penalised: bool
+    bounded: bool
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Asked:
+        params = [request.params for request in requests]
+        return cls(
+            greedy=all(map(is_greedy, params)),
+            filtered=any(map(is_filtered, params)),
+            biased=any(map(is_biased, params)),
+            bad_words=any(request.bad_words for request in requests),
+            penalised=any(map(is_penalised, params)),
+            bounded=any(each.min_tokens > 0 for each in params),
+        )
+
+    @property
+    def adjusted(self) -> bool:
+        return self.biased or self.bad_words or self.penalised or self.bounded
+
+
 def is_greedy(params: SamplingParams) -> bool:
     return params.temperature <= GREEDY_TEMPERATURE
 
@@ -174,17 +202,20 @@ class Options:
         return wider
 
     def sampling(self, requests: Sequence[Request]) -> Sampling:
-        """The table as a round of these requests reads it."""
-        flags, params = Flags.of(requests), [request.params for request in requests]
-        table = replace(self.recorded(flags), greedy=all(map(is_greedy, params)))
-        if not flags.adjusted:
+        """As a round of these requests reads the table."""
+        return self.sampling_for(Asked.of(requests))
+
+    def sampling_for(self, asked: Asked) -> Sampling:
+        """As a round reads it whose requests ask for this."""
+        table = replace(self.recorded(Flags(asked.filtered, asked.adjusted)), greedy=asked.greedy)
+        if not asked.adjusted:
             return table
         return replace(
             table,
-            bias=self._bias if any(map(is_biased, params)) else None,
-            bad_words=self._bad_words if any(request.bad_words for request in requests) else None,
-            penalised=any(map(is_penalised, params)),
-            bounded=any(each.min_tokens > 0 for each in params),
+            bias=self._bias if asked.biased else None,
+            bad_words=self._bad_words if asked.bad_words else None,
+            penalised=asked.penalised,
+            bounded=asked.bounded,
         )
 
     def recorded(self, flags: Flags) -> Sampling:

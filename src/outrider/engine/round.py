@@ -4,18 +4,23 @@ first two the host may still say what grammars allow."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from outrider.engine.drafting import Drafting
 from outrider.engine.sampler import sample
 from outrider.engine.upload import upload
 from outrider.engine.verify import SyntheticChoice
+from outrider.kernels.collective import Ranks
 from outrider.kernels.round import judge, write_outcome
 from outrider.models.base import Target
-from outrider.types import Guidance, Hidden, Step, Verdict
+from outrider.types import Draft, Guidance, Hidden, Step, Verdict
+
+CHECKS = "OUTRIDER_CHECK_RANKS"  # set to anything in the environment: ranks compare what they remember, every round
 
 
 @dataclass(frozen=True)
@@ -23,17 +28,25 @@ class Pass:
     """What the target computed in a round."""
 
     hidden: Hidden
-    logits: Tensor  # [L, V] of the judged rows
+    logits: Tensor  # [L, V] of the judged rows; where ranks share the vocabulary, of this one's ids
 
 
 class Round:
-    def __init__(self, target: Target, drafting: Drafting, synthetic_choice: SyntheticChoice | None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafting: Drafting,
+        synthetic_choice: SyntheticChoice | None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`ranks`: those that do the round together, where one does not do it alone."""
         self.target, self.drafting, self._synthetic_choice = target, drafting, synthetic_choice
+        self.ranks = ranks
 
     def forward(self, step: Step, out: Pass | None = None) -> Pass:
         """`out`: where to put what it computes, as far as the other parts need it."""
         hidden = self.target(step.batch, self.drafting.taps(step.shape), out.hidden.taps if out is not None else None)
-        logits = self.target.logits(hidden.last[step.judged], out.logits if out is not None else None)
+        logits = self.target.own_logits(hidden.last[step.judged], out.logits if out is not None else None)
         if out is not None and self.drafting.drafter is not None:
             out.hidden.last.copy_(hidden.last)
         return Pass(hidden, logits)
@@ -41,14 +54,44 @@ class Round:
     def choose(self, step: Step, logits: Tensor, out: Verdict | None = None) -> Verdict:
         """The target's own tokens, and how much of the drafts they agree with; committed. Writes over the logits where
         a grammar forbids something. `out`: where to put the verdict."""
-        choice = sample(logits, step)
+        choice = sample(logits, step, self.target.head.columns)
         if self._synthetic_choice is not None and step.shape.max_drafts:
             choice = self._synthetic_choice(choice, step)
         return judge(step, choice, out)
 
-    def draft(self, step: Step, hidden: Hidden, verdict: Verdict) -> Tensor:
-        """A draft for the next round, kept; what the host must know is written down, [B, ...]: see write_outcome()."""
-        return write_outcome(step, verdict, self.drafting.draft(step, hidden, verdict))
+    def draft(self, step: Step, hidden: Hidden, verdict: Verdict, width: int = 0) -> Tensor:
+        """A draft for the next round, kept; what the host must know is written down, [B, ...]: see write_outcome().
+        `width`: of the draft, where other ranks have a part in it."""
+        draft = self.drafting.draft(step, hidden, verdict)
+        if self.ranks is not None and width:
+            draft = self.of_first_rank(draft, step.starts, width)
+        return write_outcome(step, verdict, draft)
+
+    # where several ranks do it together
+
+    def of_first_rank(self, draft: Draft | None, like: Tensor, width: int) -> Draft:
+        """Rank 0 alone knows what a request predicts, and what was said before: what it drafts is the draft of all.
+        `like`: [B] on the device."""
+        assert self.ranks is not None
+        if self.ranks.rank == 0:
+            assert draft is not None
+            self.ranks.from_rank(0, torch.cat([draft.tokens, draft.count[:, None]], dim=1))
+            return draft
+        told = self.ranks.from_rank(0, like.new_zeros(len(like), width + 1))
+        return Draft(told[:, :width].contiguous(), told[:, width].contiguous())
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """A copy [L, V] of a round's logits, which later parts and rounds write over; with those of other ranks."""
+        columns = self.target.head.columns
+        return logits.clone() if columns is None else columns.gathered(logits)
+
+    def last_hidden(self, hidden: Hidden) -> Hidden:
+        """What came out of the last layer."""
+        return hidden
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Of hidden states [R, H], all [R, V]."""
+        return self.target.logits(states)
 
 
 class RoundParts(Protocol):
@@ -80,6 +123,12 @@ class EagerRound:
 
     def __init__(self, parts: Round, step: Step) -> None:
         self._parts, self._step = parts, step
+        self.draft_width = 0  # tokens, where ranks have a part in it
+
+    @property
+    def number(self) -> int:
+        """Of the round, where other ranks are told of it."""
+        return self._step.number
 
     @property
     def logits(self) -> Tensor:
@@ -98,4 +147,18 @@ class EagerRound:
         self._verdict = self._parts.choose(self._step, self.logits)
 
     def draft(self) -> Tensor:
-        return self._parts.draft(self._step, self.hidden, self._verdict)
+        outcomes = self._parts.draft(self._step, self.hidden, self._verdict, self.draft_width)
+        if self._parts.ranks is not None and os.environ.get(CHECKS):
+            check_same(self._parts.ranks, self._step)
+        return outcomes
+
+
+def check_same(ranks: Ranks, step: Step) -> None:
+    """An error where ranks do not remember the same of a round's requests: they would never agree again."""
+    state, slots = step.state, step.batch.slots
+    place = 1 + torch.arange(state.tokens.shape[1], device=slots.device)
+    texts = (state.tokens[slots, :-1] * place[:-1]).sum(1)  # the last column is a dump
+    found = ranks.gather(torch.stack([state.lengths[slots], state.computed[slots], state.draft_count[slots], texts]))
+    for rank, each in enumerate(found):
+        if not torch.equal(each, found[0]):
+            raise RuntimeError(f"rank {rank} and rank 0 do not remember the same: {each.tolist()}, {found[0].tolist()}")

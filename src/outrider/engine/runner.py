@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from outrider.engine.cache import Cache
-from outrider.engine.options import Options
+from outrider.engine.options import Asked, Options
 from outrider.engine.request import Work
 from outrider.kernels.round import Layout, lay_out
 from outrider.types import Batch, Recurrence, RoundShape, Sampling, Seats, Step
+
+if TYPE_CHECKING:
+    from outrider.engine.orders import Orders
 
 
 def exact_shape(plan: Sequence[Work], depth: int, *, rests: bool = False) -> RoundShape:
@@ -35,6 +39,7 @@ class Runner:
         self.vocab_size = vocab_size
         self.device = device
         self.options = Options(cache.shape.num_slots, vocab_size, device)
+        self.orders: Orders | None = None  # to other ranks, where there are some
 
     def seat_table(self, plan: Sequence[Work], shape: RoundShape) -> Tensor:
         """What the device is told of a plan, on the host: [4, B], see Seats."""
@@ -44,13 +49,29 @@ class Runner:
         return torch.tensor(rows, dtype=torch.long).T.contiguous()
 
     def pack(self, plan: Sequence[Work], shape: RoundShape, *, missed: bool = False) -> Step:
-        """The rows of these requests; `missed`: those that the drafter has not seen, instead of the next ones."""
+        """The rows of these requests; `missed`: those that the drafter has not seen, instead of the next ones. Other
+        ranks are told to do the same."""
         requests = [work.request for work in plan]
-        seats = Seats.of(self.cache.upload(self.seat_table(plan, shape)))
-        step = self.pack_seats(seats, shape, self.options.sampling(requests), missed=missed)
+        table, asked = self.seat_table(plan, shape), Asked.of(requests)
+        number = 0
+        has_images = any(work.request.has_images_after(work.end - work.num_rows) for work in plan)
+        if self.orders is not None and missed:
+            self.orders.catch_up(table, shape, asked)
+        elif self.orders is not None:
+            number = self.orders.forward(table, shape, asked, has_images=has_images)
+        step = self.pack_table(table, shape, asked, missed=missed, has_images=has_images)
+        step.number = number
         step.tenants = tuple(request.params.tenant for request in requests)
         step.predictions = tuple(request.prediction for request in requests)
-        if any(work.request.has_images_after(work.end - work.num_rows) for work in plan):
+        return step
+
+    def pack_table(
+        self, table: Tensor, shape: RoundShape, asked: Asked, *, missed: bool = False, has_images: bool = False
+    ) -> Step:
+        """The same of whoever is in the table [4, B]: see seat_table()."""
+        seats = Seats.of(self.cache.upload(table))
+        step = self.pack_seats(seats, shape, self.options.sampling_for(asked), missed=missed)
+        if has_images:
             batch, state = step.batch, self.cache.state
             batch.features = state.features_at(batch.row_slots, batch.indices)
             batch.last_key = None if state.last_key is None else state.last_key[batch.row_slots, batch.indices]

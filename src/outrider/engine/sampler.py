@@ -7,54 +7,69 @@ from torch import Tensor
 
 from outrider.kernels.masks import restrict
 from outrider.kernels.penalties import penalise
-from outrider.kernels.sampling import choose
+from outrider.kernels.sampling import Columns, choose, choose_split
 from outrider.types import Batch, Sampling, SlotState, Step
 
 ADJUSTED_ROWS = 128  # at a time: what it takes to adjust logits is several times as large as they are
 
 
-def adjust(logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState) -> Tensor:
-    """Bias, bars and penalties on logits [R, V] of batch rows `rows` [R]: row j is judged by tokens[: j + 1]."""
+def adjust(
+    logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState, columns: Columns | None = None
+) -> Tensor:
+    """Bias, bars and penalties on logits [R, V] of batch rows `rows` [R]: row j is judged by tokens[: j + 1].
+    `columns`: which ids the logits are about, where those of others are with other ranks."""
     if not sampling.adjusts:
         return logits
     adjusted = logits.to(torch.float32, copy=True)
     for part, judged in zip(adjusted.split(ADJUSTED_ROWS), rows.split(ADJUSTED_ROWS), strict=True):
-        _adjust(part, sampling, batch, judged, state)
+        _adjust(part, sampling, batch, judged, state, columns)
     return adjusted
 
 
-def _adjust(logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState) -> None:
+def _adjust(
+    logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState, columns: Columns | None
+) -> None:
     slots, last = batch.row_slots[rows], batch.indices[rows]
     if sampling.bias is not None:
-        logits += sampling.bias[slots]
+        bias = sampling.bias[slots]
+        logits += bias if columns is None else columns.own(bias)
     if sampling.bounded:
-        _bar(logits, sampling.end_ids[slots], (last + 1 < sampling.min_len[slots])[:, None])
+        _bar(logits, sampling.end_ids[slots], (last + 1 < sampling.min_len[slots])[:, None], columns)
     if sampling.bad_words is not None:
-        _bar_bad_words(logits, sampling.bad_words[slots], state.tokens, slots, last)
+        _bar_bad_words(logits, sampling.bad_words[slots], state.tokens, (slots, last), columns)
     if sampling.penalised:
-        penalise(logits, sampling, slots, last, state.tokens, batch.max_len)
+        penalise(logits, sampling, slots, last, state.tokens, batch.max_len, columns)
 
 
-def sample(logits: Tensor, step: Step) -> Tensor:
+def sample(logits: Tensor, step: Step, columns: Columns | None = None) -> Tensor:
     """The target's own token after each judged row; logits [L, V] -> [L]. Where a grammar forbids something, the logits
-    are written over."""
+    are written over. `columns`: which ids they are about, where those of others are with other ranks."""
     batch, sampling, rows = step.batch, step.sampling, step.judged
-    adjusted = adjust(logits, sampling, batch, rows, step.state)
+    adjusted = adjust(logits, sampling, batch, rows, step.state, columns)
     if step.guidance is not None:
-        restrict(adjusted, logits, step.guidance, step.judged_start)
-    return choose(adjusted, sampling, batch.row_slots[rows], batch.indices[rows] + 1)
+        restrict(adjusted, logits, step.guidance, step.judged_start, columns)
+    slots, positions = batch.row_slots[rows], batch.indices[rows] + 1
+    if columns is not None:
+        return choose_split(adjusted, sampling, slots, positions, columns)
+    return choose(adjusted, sampling, slots, positions)
 
 
-def _bar(logits: Tensor, ids: Tensor, where: Tensor) -> None:
+def _bar(logits: Tensor, ids: Tensor, where: Tensor, columns: Columns | None) -> None:
     """-inf at `ids` [R, E] (-1: none) where `where` broadcasts to true."""
+    if columns is not None:
+        ids = columns.place(ids)
     limits = torch.where(where & (ids >= 0), -torch.inf, torch.inf)
     logits.scatter_reduce_(-1, ids.clamp(min=0), limits, "amin")
 
 
-def _bar_bad_words(logits: Tensor, words: Tensor, texts: Tensor, slots: Tensor, last: Tensor) -> None:
-    """words [R, W, M] aligned right. A word's last token is barred where the text ends with all the others."""
+def _bar_bad_words(
+    logits: Tensor, words: Tensor, texts: Tensor, where: tuple[Tensor, Tensor], columns: Columns | None
+) -> None:
+    """words [R, W, M] aligned right. A word's last token is barred where the text ends with all the others. `where`:
+    the row's slot, and the index of its last token."""
+    slots, last = where
     length = words.shape[-1] - 1
     place = last[:, None] - torch.arange(length - 1, -1, -1, device=last.device)  # [R, M - 1]
     tail = torch.where(place >= 0, texts[slots[:, None], place.clamp(min=0)], -2)
     matches = ((words[..., :-1] == tail[:, None]) | (words[..., :-1] == -1)).all(-1)  # [R, W]
-    _bar(logits, words[..., -1], matches)
+    _bar(logits, words[..., -1], matches, columns)

@@ -7,14 +7,24 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.dispatch import use_triton
+from outrider.kernels.sampling import Columns
 from outrider.types import Sampling
 
 
-def penalise(logits: Tensor, sampling: Sampling, slots: Tensor, last: Tensor, texts: Tensor, max_len: int) -> None:
+def penalise(
+    logits: Tensor,
+    sampling: Sampling,
+    slots: Tensor,
+    last: Tensor,
+    texts: Tensor,
+    max_len: int,
+    columns: Columns | None = None,
+) -> None:
     """Changes logits [R, V], float32, of rows whose text is texts[slot, : last + 1]. slots [R], last [R] < max_len,
     texts [S, W].
-    A repetition penalty counts the prompt too, presence and frequency the answer alone."""
-    if use_triton(logits):
+    A repetition penalty counts the prompt too, presence and frequency the answer alone. `columns`: which ids the logits
+    are about, where they are not about all."""
+    if use_triton(logits) and columns is None:
         from outrider.kernels.gpu import penalties as gpu
 
         gpu.penalise(logits, sampling, slots, last, texts, max_len)
@@ -22,6 +32,9 @@ def penalise(logits: Tensor, sampling: Sampling, slots: Tensor, last: Tensor, te
     tokens = texts[slots, :max_len]  # [R, L]
     index = torch.arange(max_len, device=tokens.device)
     said = index <= last[:, None]
+    if columns is not None:
+        tokens = columns.place(tokens)
+        said, tokens = said & (tokens >= 0), tokens.clamp(min=0)
     answer = said & (index >= sampling.prompt_len[slots][:, None])
     empty = torch.zeros_like(logits)
     seen = empty.scatter_add(1, tokens, said.to(logits.dtype)) > 0

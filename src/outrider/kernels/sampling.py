@@ -1,10 +1,13 @@
 """The choice of a token: a deterministic function of logits, options, seed and position.
 Sampling is an exponential race whose noise is keyed by (seed, position, token id), so a replay gives the same token."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from outrider.kernels import native
+from outrider.kernels.collective import Ranks
 from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.filters import without_dropped
 from outrider.types import Sampling
@@ -13,6 +16,38 @@ GREEDY_TEMPERATURE = 1e-5  # at or under it, a request is greedy
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which ids of a vocabulary the logits of a rank are about: `count` of them, from `begin` on. What reaches beyond
+    the vocabulary is padding, and -inf."""
+
+    ranks: Ranks
+    begin: int
+    count: int
+    vocab_size: int
+
+    def ids(self, device: torch.device) -> Tensor:
+        return torch.arange(self.begin, self.begin + self.count, device=device)
+
+    def place(self, ids: Tensor) -> Tensor:
+        """The columns of ids; -1 for those of other ranks."""
+        inside = (ids >= self.begin) & (ids < min(self.begin + self.count, self.vocab_size))
+        return torch.where(inside, ids - self.begin, -1)
+
+    def own(self, table: Tensor) -> Tensor:
+        """table [R, V] -> [R, columns], 0 where that is padding."""
+        found = table[:, self.begin : self.begin + self.count]
+        return torch.nn.functional.pad(found, (0, self.count - found.shape[1]))
+
+    def gathered(self, logits: Tensor) -> Tensor:
+        """Those of all ranks: [R, columns] -> [R, V]."""
+        return self.ranks.gather(logits).transpose(0, 1).flatten(1)[:, : self.vocab_size]
+
+    def highest(self, values: Tensor) -> Tensor:
+        """Of all ranks: [R] -> [R]."""
+        return self.ranks.gather(values).amax(0)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -48,6 +83,24 @@ def filter_logits(logits: Tensor, sampling: Sampling, rows: Tensor) -> Tensor:
 def argmax(logits: Tensor) -> Tensor:
     """The best column of each row; the first of equals."""
     return native.row_argmax(logits) if use_native(logits) else logits.argmax(-1)
+
+
+def choose_split(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, columns: Columns) -> Tensor:
+    """The same where every rank has some of the columns, [R, columns]: all have the same noise, so that the best of
+    everybody's best is the token. Where some request filters, logits are gathered first."""
+    if sampling.filtered and not sampling.greedy:
+        return choose(columns.gathered(logits).contiguous(), sampling, rows, positions)
+    best = logits.argmax(-1, keepdim=True)
+    values = logits.gather(1, best).float()
+    if not sampling.greedy:
+        temperature = sampling.temperature[rows][:, None]
+        scaled = logits.float() / temperature.clamp(min=GREEDY_TEMPERATURE)
+        noisy = scaled + gumbel(sampling.seed[rows], positions, columns.ids(logits.device))
+        drawn = noisy.argmax(-1, keepdim=True)
+        is_greedy = temperature <= GREEDY_TEMPERATURE
+        best = torch.where(is_greedy, best, drawn)
+        values = torch.where(is_greedy, values, noisy.gather(1, drawn))
+    return columns.ranks.best(values[:, 0], best[:, 0] + columns.begin)
 
 
 def choose(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """Self-attention over paged keys and values: fused qkv, optional per-head norms, rotary, output projection."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
+from outrider.layers.split import current_ranks, cut, equal_share, key_share
 from outrider.types import Batch, Paged
 
 
@@ -54,20 +55,26 @@ class SelfAttention(CachedLayer):
     """Subclasses may say how q, k and v come about (`project`), and what becomes of the result (`finish`)."""
 
     def __init__(self, shape: AttentionShape, rotary: Rotary) -> None:
+        heads = equal_share(shape.num_heads, "num_attention_heads")
+        kv_heads, whole_shape = key_share(shape.num_heads, shape.num_kv_heads), shape
+        shape = replace(shape, num_heads=heads.size, num_kv_heads=kv_heads.size)
         super().__init__(Paged(shape.num_kv_heads, shape.head_dim, shape.head_dim, shape.window))
         self.shape = shape
+        self.whole_shape, self.heads, self.ranks = whole_shape, heads, current_ranks()  # where it is split
         self.rotary = rotary
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         self.options = AttentionOptions(
             scale=scale, window=shape.window, softcap=shape.softcap, both_ways=shape.both_ways
         )
-        rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        self.qkv = Linear(shape.input_size or shape.hidden_size, rows, bias=shape.qkv_bias)
-        self.output = Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=shape.output_bias)
+        queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
+        self.qkv = Linear(shape.input_size or shape.hidden_size, queries + keys + keys, bias=shape.qkv_bias)
+        self.output = Linear(queries, shape.hidden_size, bias=shape.output_bias)
         eps, offset = shape.head_norm_eps, shape.head_norm_offset
         self.q_norm = RMSNorm(shape.head_dim, eps, offset=offset) if eps is not None else None
         self.k_norm = RMSNorm(shape.head_dim, eps, offset=offset) if eps is not None else None
         self.sinks = nn.Parameter(torch.empty(shape.num_heads)) if shape.sinks else None
+        if self.sinks is not None:
+            cut(self.sinks, 0, heads)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, in] -> q [T, heads, D], k and v [T, kv heads, D]; q and k are normed later."""

@@ -9,26 +9,41 @@ from outrider.kernels.native import unpack_rows
 from outrider.kernels.native_tiles import untile_rows
 from outrider.kernels.packed import TILES, Packed
 from outrider.kernels.quantised import Quantised
+from outrider.kernels.sampling import Columns
 from outrider.layers.linear import empty_matrix
+from outrider.layers.split import current_ranks, cut, vocabulary_share, whole
 from outrider.types import Batch
 
 
 class Embedding(nn.Module):
+    """Split over ranks by ids: a rank looks up its own, and all are summed, of which one is not nought."""
+
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float = 1.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.share, num_rows = vocabulary_share(vocab_size)
+        self.ranks = current_ranks()
+        self.weight = nn.Parameter(torch.empty(num_rows, hidden_size))
+        cut(self.weight, 0, self.share)
         self.packed: Packed | None = None  # where the weight stays in blocks, and has no floats
         self.scale = scale
 
     @property
     def vocab_size(self) -> int:
-        return self.weight.shape[0]
+        return self.share.whole
 
     @property
     def hidden_size(self) -> int:
         return self.weight.shape[1]
 
     def forward(self, ids: Tensor) -> Tensor:
+        if self.ranks is None:
+            return self._look_up(ids)
+        ((begin, end),) = self.share.ranges
+        is_own = (ids >= begin) & (ids < end)
+        rows = self._look_up(torch.where(is_own, ids - begin, 0))
+        return self.ranks.sum(torch.where(is_own[..., None], rows, 0))
+
+    def _look_up(self, ids: Tensor) -> Tensor:
         if self.packed is None:
             rows = F.embedding(ids, self.weight)
         else:
@@ -47,20 +62,33 @@ def embed_rows(embed: Embedding, batch: Batch) -> Tensor:
 
 
 class Head(nn.Module):
-    """hidden [R, H] -> logits [R, V]; a tied head takes the embedding's own parameter."""
+    """hidden [R, H] -> logits [R, V]; a tied head takes the embedding's own parameter. Split over ranks by ids, like an
+    embedding: `own_logits` are those of a rank's own ids, and a call gathers all of them."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, tied: Embedding | None = None, softcap: float = 0.0
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: Embedding | None = None,
+        softcap: float = 0.0,
+        is_split: bool = True,
     ) -> None:
         super().__init__()
-        self.weight = tied.weight if tied is not None else empty_matrix(vocab_size, hidden_size)
+        self.share, num_rows = vocabulary_share(vocab_size) if is_split else (whole(vocab_size), vocab_size)
+        ranks = current_ranks() if is_split else None
+        if tied is not None:
+            self.share, ranks = tied.share, tied.ranks
+        self.weight = tied.weight if tied is not None else empty_matrix(num_rows, hidden_size)
+        self.columns = None if ranks is None else Columns(ranks, self.share.ranges[0][0], num_rows, vocab_size)
+        cut(self.weight, 0, self.share)
         self.packed: Packed | Quantised | None = None
         self.exact = False
         self.softcap = softcap
 
     @property
     def vocab_size(self) -> int:
-        return self.weight.shape[0]
+        return self.share.whole
 
     @property
     def hidden_size(self) -> int:
@@ -68,7 +96,35 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """`out`: where to put the logits."""
+        if self.columns is None:
+            return self._logits(hidden, out)
+        logits = self.columns.gathered(self.own_logits(hidden))
+        return logits if out is None else out.copy_(logits)
+
+    def own_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden [R, H] -> [R, ids of this rank]; -inf where that is padding. All, where it is not split."""
+        logits = self._logits(hidden, out)
+        if self.columns is not None and self.share.size < logits.shape[1]:
+            logits[:, self.share.size :] = -torch.inf
+        return logits
+
+    def _logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         if not self.softcap:
             return linear(hidden, self.weight, None, self.packed, exact=self.exact, out=out)
         logits = linear(hidden, self.weight, None, self.packed, exact=self.exact)
         return torch.mul(torch.tanh(logits / self.softcap), self.softcap, out=out)
+
+
+class AbsentHead(nn.Module):
+    """Stands for a head that lives on another rank."""
+
+    weight, columns = None, None
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.vocab_size, self.hidden_size, self.softcap = head.vocab_size, head.hidden_size, head.softcap
+
+    def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        raise AssertionError("only the last stage has a head")
+
+    own_logits = forward

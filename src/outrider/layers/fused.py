@@ -35,6 +35,8 @@ def block_parts(attention: nn.Module, mlp: nn.Module, mlp_norm: RMSNorm, **norms
         return None
     if not attention.shape.is_plain or mlp.activation not in (silu_mul, gelu_tanh_mul):
         return None
+    if attention.ranks is not None:  # their sums are between its parts
+        return None
     same = all((norm.eps, norm.offset) == (mlp_norm.eps, mlp_norm.offset) for norm in norms.values())
     return BlockParts(attention, mlp, mlp_norm, **norms) if same else None
 

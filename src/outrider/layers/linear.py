@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -9,30 +10,30 @@ from torch import Tensor, nn
 from outrider.kernels.linear import linear, silu_linear
 from outrider.kernels.packed import Packed
 from outrider.kernels.quantised import Quantised
+from outrider.layers.split import Share, current_ranks, cut, whole
 
-_is_deferred = False
+_is_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
     """Matrices of modules made inside have no memory until they are filled: some will be kept in few bits."""
-    global _is_deferred
-    before, _is_deferred = _is_deferred, True
+    token = _is_deferred.set(True)
     try:
         yield
     finally:
-        _is_deferred = before
+        _is_deferred.reset(token)
 
 
 def empty_matrix(num_rows: int, num_columns: int) -> nn.Parameter:
     return nn.Parameter(
-        torch.empty(1, 1).expand(num_rows, num_columns) if _is_deferred else torch.empty(num_rows, num_columns)
+        torch.empty(1, 1).expand(num_rows, num_columns) if _is_deferred.get() else torch.empty(num_rows, num_columns)
     )
 
 
 def give_memory(parameter: nn.Parameter) -> None:
     """Allocates the weight of a layer that was built without memory."""
-    if parameter.dim() == 2 and parameter.stride() == (0, 0):
+    if any(step == 0 and size > 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True)):
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
@@ -43,17 +44,34 @@ def take_memory(parameter: nn.Parameter) -> None:
 
 
 class Linear(nn.Module):
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+    """Sizes that are a Share say how it is split over ranks: of outputs each rank computes its own, of inputs each has
+    its own, and the results are summed."""
+
+    def __init__(self, in_features: int | Share, out_features: int | Share, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = empty_matrix(out_features, in_features)
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        inputs, outputs = (each if isinstance(each, Share) else whole(each) for each in (in_features, out_features))
+        self.weight = empty_matrix(outputs.size, inputs.size)
+        self.bias = nn.Parameter(torch.empty(outputs.size)) if bias else None
         self.packed: Packed | Quantised | None = None
         self.exact = False
+        self.ranks = None if inputs.is_whole else current_ranks()  # that the results are summed over
+        cut(self.weight, *((0, outputs) if inputs.is_whole else (1, inputs)))
+        if self.bias is not None:
+            cut(self.bias, 0, outputs)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out], added to the residual if there is one."""
+        if self.ranks is not None:
+            return self._summed(x, residual)
         return linear(x, self.weight, self.bias, self.packed, residual=residual, exact=self.exact)
 
     def gated(self, x: Tensor) -> Tensor:
         """x [T, in] -> silu(first half) * second half of the output, [T, out / 2]."""
         return silu_linear(x, self.weight, self.bias, self.packed, exact=self.exact)
+
+    def _summed(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        assert self.ranks is not None
+        y = self.ranks.sum(linear(x, self.weight, None, self.packed, exact=self.exact))
+        if self.bias is not None:
+            y = y + self.bias
+        return y if residual is None else residual + y

@@ -1,6 +1,6 @@
 """Mamba-2: a recurrent mixer. What it remembers of a text has a fixed size, and every token changes it for good."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from outrider.kernels.mamba import MambaWeights, mamba
 from outrider.kernels.norm import rms_norm
 from outrider.layers.cached import RecurrentLayer
 from outrider.layers.linear import Linear
+from outrider.layers.split import cut, equal_share
 from outrider.types import Batch, Recurrent, Weight
 
 
@@ -40,17 +41,30 @@ class Mamba2Shape:
 
 
 class Mamba2(RecurrentLayer):
+    """Split over ranks by groups, with their heads."""
+
     def __init__(self, shape: Mamba2Shape) -> None:
+        groups = equal_share(shape.num_groups, "n_groups")
+        heads = groups * (shape.num_heads // shape.num_groups)
+        inner, states = heads * shape.head_dim, groups * shape.state_size
+        channels = inner + states + states
+        shape = replace(shape, num_heads=heads.size, num_groups=groups.size)
         super().__init__(shape.states)
         self.shape = shape
-        self.input = Linear(shape.hidden_size, shape.inner_size + shape.conv_size + shape.num_heads, bias=shape.bias)
+        self.input = Linear(shape.hidden_size, inner + channels + heads, bias=shape.bias)
         self.conv = nn.Parameter(torch.empty(shape.kernel, shape.conv_size))
         self.conv_bias = nn.Parameter(torch.empty(shape.conv_size)) if shape.conv_bias else None
         self.step_bias, self.rate, self.skip = (
             nn.Parameter(torch.empty(shape.num_heads, dtype=torch.float32)) for _ in range(3)
         )
         self.norm = nn.Parameter(torch.empty(shape.inner_size))
-        self.output = Linear(shape.inner_size, shape.hidden_size, bias=shape.bias)
+        self.output = Linear(inner, shape.hidden_size, bias=shape.bias)
+        cut(self.conv, 1, channels)
+        cut(self.norm, 0, inner)
+        if self.conv_bias is not None:
+            cut(self.conv_bias, 0, channels)
+        for each in (self.step_bias, self.rate, self.skip):
+            cut(each, 0, heads)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         assert self.states is not None, "the layer has no cache memory yet"

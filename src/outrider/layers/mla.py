@@ -2,7 +2,7 @@
 Queries are taken to the latent space, not latents to the heads' (absorbed), in prefill and decoding alike."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
+from outrider.layers.split import cut, equal_share, whole
 from outrider.types import Batch, Latent, Weight
 
 INNER_EPS = 1e-6  # of the norms on query and latent, whatever rms_norm_eps says
@@ -76,24 +77,29 @@ def _stretch(rope: dict[str, Any]) -> float:
 
 class LatentAttention(CachedLayer):
     """Parameters are kept in the order that suits the computation: of queries the plain parts of all heads come before
-    the turning parts of all heads, and what turns is halved (j, j + rotary_dim / 2), whatever the checkpoint does."""
+    the turning parts of all heads, and what turns is halved (j, j + rotary_dim / 2), whatever the checkpoint does.
+    Split over ranks by heads; every rank has all latents."""
 
     def __init__(self, shape: LatentShape, rotary: Rotary) -> None:
+        heads, whole_shape = equal_share(shape.num_heads, "num_attention_heads"), shape
+        shape = replace(shape, num_heads=heads.size)
         super().__init__(Latent(shape.latent_dim + shape.rotary_dim, shape.latent_dim))
-        self.shape = shape
+        self.shape, self.whole_shape = shape, whole_shape  # of this rank, of all together
         self.rotary = rotary
         scale = (shape.plain_dim + shape.rotary_dim) ** -0.5 if shape.scale is None else shape.scale
         self.options = AttentionOptions(scale=scale)
-        rank, width = shape.query_rank, shape.query_width
+        rank, width = shape.query_rank, heads * shape.plain_dim + heads * shape.rotary_dim
         # queries (or what they come from), latent, the key that turns
-        rows = (rank or width) + shape.latent_dim + shape.rotary_dim
+        rows = (width if rank is None else whole(rank)) + whole(shape.latent_dim) + whole(shape.rotary_dim)
         self.inputs = Linear(shape.input_size or shape.hidden_size, rows, bias=shape.bias)
         self.query_norm = RMSNorm(rank, INNER_EPS) if rank is not None else None
         self.query = Linear(rank, width) if rank is not None else None
         self.latent_norm = RMSNorm(shape.latent_dim, INNER_EPS)
         self.key_up = nn.Parameter(torch.empty(shape.num_heads, shape.latent_dim, shape.plain_dim))
         self.value_up = nn.Parameter(torch.empty(shape.num_heads, shape.value_dim, shape.latent_dim))
-        self.output = Linear(shape.num_heads * shape.value_dim, shape.hidden_size, bias=shape.bias)
+        self.output = Linear(heads * shape.value_dim, shape.hidden_size, bias=shape.bias)
+        cut(self.key_up, 0, heads)
+        cut(self.value_up, 0, heads)
 
     def forward(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, H], added to the residual if there is one."""

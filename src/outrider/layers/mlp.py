@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from outrider.kernels.activation import Activation, relu2, silu_mul
 from outrider.layers.linear import Linear
+from outrider.layers.split import width_share
 
 
 class GatedMLP(nn.Module):
@@ -11,8 +12,9 @@ class GatedMLP(nn.Module):
         self, hidden_size: int, intermediate_size: int, *, bias: bool = False, activation: Activation = silu_mul
     ) -> None:
         super().__init__()
-        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias)
-        self.down = Linear(intermediate_size, hidden_size, bias=bias)
+        width = width_share(intermediate_size, "intermediate_size")
+        self.gate_up = Linear(hidden_size, width + width, bias=bias)
+        self.down = Linear(width, hidden_size, bias=bias)
         self.activation = activation
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -26,8 +28,9 @@ class PlainMLP(nn.Module):
         self, hidden_size: int, intermediate_size: int, *, bias: bool = False, activation: Activation = relu2
     ) -> None:
         super().__init__()
-        self.up = Linear(hidden_size, intermediate_size, bias=bias)
-        self.down = Linear(intermediate_size, hidden_size, bias=bias)
+        width = width_share(intermediate_size, "intermediate_size")
+        self.up = Linear(hidden_size, width, bias=bias)
+        self.down = Linear(width, hidden_size, bias=bias)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from outrider.kernels.dispatch import use_triton
 from outrider.kernels.linear import linear
 from outrider.kernels.moe import ExpertWeights, best_groups, experts, softmax_top
 from outrider.layers.linear import Linear
+from outrider.layers.split import current_ranks, cut, whole, width_share
 from outrider.types import Weight
 
 
@@ -33,21 +34,30 @@ def check_choice(num_chosen: int, num_experts: int) -> None:
 
 
 class Experts(nn.Module):
+    """Every rank has a part of every expert's width; their answers are summed."""
+
     def __init__(self, shape: ExpertShape) -> None:
         super().__init__()
         self.shape = shape
-        count, hidden, inner = shape.num_experts, shape.hidden_size, shape.intermediate_size
-        width = 2 * inner if shape.gated else inner
-        self.up = nn.Parameter(torch.empty(count, width, hidden))
-        self.down = nn.Parameter(torch.empty(count, hidden, inner))
-        self.up_bias = nn.Parameter(torch.empty(count, width)) if shape.bias else None
+        count, hidden = shape.num_experts, shape.hidden_size
+        inner = width_share(shape.intermediate_size, "moe_intermediate_size")
+        width, self.ranks = inner + inner if shape.gated else inner, current_ranks()
+        self.up = nn.Parameter(torch.empty(count, width.size, hidden))
+        self.down = nn.Parameter(torch.empty(count, hidden, inner.size))
+        self.up_bias = nn.Parameter(torch.empty(count, width.size)) if shape.bias else None
         self.down_bias = nn.Parameter(torch.empty(count, hidden)) if shape.bias else None
         self.exact = False
+        cut(self.up, 1, width)
+        cut(self.down, 2, inner)
+        if self.up_bias is not None and self.down_bias is not None:
+            cut(self.up_bias, 1, width)
+            cut(self.down_bias, 0, whole(count), is_absent=self.ranks is not None and self.ranks.rank > 0)
 
     def forward(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         """x [T, H], ids and shares [T, k] -> [T, H]."""
         weights = ExpertWeights(self.up, self.down, self.up_bias, self.down_bias)
-        return experts(x, ids, shares, weights, self.shape.activation, exact=self.exact)
+        answer = experts(x, ids, shares, weights, self.shape.activation, exact=self.exact)
+        return answer if self.ranks is None else self.ranks.sum(answer)
 
 
 def router_logits(gate: Linear, x: Tensor) -> Tensor:

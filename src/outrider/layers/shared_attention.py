@@ -12,6 +12,7 @@ from outrider.layers.block import attention_weights
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
+from outrider.layers.split import equal_share, key_share, split_over
 from outrider.types import Batch, Weight
 
 
@@ -25,7 +26,8 @@ class ValueNormAttention(SelfAttention):
         self.k_norm = RMSNorm(shape.head_dim, eps, wide=True)
         self.values_are_keys = values_are_keys
         if values_are_keys:
-            rows = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+            heads = equal_share(shape.num_heads, "num_attention_heads")
+            rows = (heads + key_share(shape.num_heads, shape.num_kv_heads)) * shape.head_dim
             self.qkv = Linear(shape.hidden_size, rows, bias=shape.qkv_bias)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,18 +38,20 @@ class ValueNormAttention(SelfAttention):
 
 
 class SharedAttention(nn.Module):
-    """Has queries only, and asks the keys and values of another layer. It remembers nothing itself."""
+    """Has queries only, and asks the keys and values of another layer. It remembers nothing itself, and is split over
+    ranks as that layer is."""
 
     def __init__(self, source: SelfAttention, shape: AttentionShape, rotary: Rotary, eps: float) -> None:
         super().__init__()
         self.source = (source,)  # in a tuple: its parameters and pages are its own
-        self.shape = shape
         self.rotary = rotary
         self.options = replace(source.options, window=shape.window)
-        width = shape.num_heads * shape.head_dim
-        self.query = Linear(shape.hidden_size, width, bias=shape.qkv_bias)
+        with split_over(source.ranks):
+            heads = equal_share(shape.num_heads, "num_attention_heads")
+            self.shape = replace(shape, num_heads=heads.size, num_kv_heads=source.shape.num_kv_heads)
+            self.query = Linear(shape.hidden_size, heads * shape.head_dim, bias=shape.qkv_bias)
+            self.output = Linear(heads * shape.head_dim, shape.hidden_size, bias=shape.output_bias)
         self.q_norm = RMSNorm(shape.head_dim, eps, wide=True)
-        self.output = Linear(width, shape.hidden_size, bias=shape.output_bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         (source,) = self.source

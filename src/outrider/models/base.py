@@ -1,6 +1,7 @@
 """What every target is: embedding, a stack of layers, a final norm and a head, with taps collected in one loop.
 A target file knows one architecture: its config, its network and its tensor names. It holds no speculative code."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from outrider.layers.attention import SelfAttention
-from outrider.layers.embedding import Embedding, Head, embed_rows
+from outrider.layers.embedding import AbsentHead, Embedding, Head, embed_rows
 from outrider.layers.fused import FusedLayers
 from outrider.layers.mtp import MtpModule
+from outrider.layers.split import whole_shape
+from outrider.layers.stage import Stage
 from outrider.registry import Registry
 from outrider.types import Batch, Hidden, Weight
 
@@ -60,6 +63,21 @@ class Target(nn.Module):
         super().__init__()
         self.config = config
         self._fused = FusedLayers()
+        self.stage: Stage | None = None  # where other layers are on other ranks
+        self._num_parameters: int | None = None  # with those
+
+    def keep_stage(self, stage: Stage) -> None:
+        """Gives up the layers of other stages, and what only the last stage needs. weights() still says all."""
+        weights, is_tied, self._num_parameters = self.weights(), self.is_tied, self.num_parameters
+        self.weights = lambda: weights  # type: ignore[method-assign]
+        self.stage = stage
+        for number in range(len(self.layers)):
+            if not stage.begin <= number < stage.end:
+                self.layers[number] = nn.Identity()
+        if not stage.is_last:
+            self.norm = nn.Identity()
+            if not is_tied:
+                self.head = AbsentHead(self.head)  # type: ignore[assignment]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -72,6 +90,13 @@ class Target(nn.Module):
     @property
     def vocab_size(self) -> int:
         return self.head.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all ranks together."""
+        if self._num_parameters is not None:
+            return self._num_parameters
+        return sum(math.prod(whole_shape(parameter)) for parameter in self.parameters())
 
     @property
     def num_layers(self) -> int:
@@ -91,8 +116,27 @@ class Target(nn.Module):
         where to put the taps [T, n, H]."""
         x = embed_rows(self.embed, batch)
         self.prepare(x, batch)
+        if self.stage is not None:
+            return self._forward_stage(self.stage, x, batch, taps)
         streams = self._fused(self.layers, x, batch, taps)
-        x = streams[len(self.layers)]
+        return self._hidden(streams[len(self.layers)], streams, taps, out)
+
+    def _forward_stage(self, stage: Stage, x: Tensor, batch: Batch, taps: tuple[int, ...]) -> Hidden:
+        """The same with the layers that are here: between what the stage before has computed, and the next stage."""
+        x, streams = stage.receive(x, taps)
+        layers = self.layers[stage.begin : stage.end]
+        own = [tap - stage.begin for tap in taps if stage.begin < tap <= stage.end]
+        found = self._fused(layers, x, batch, own)
+        x = found[len(layers)]
+        streams |= {stage.begin + number: found[number] for number in own}
+        if stage.is_last:
+            return self._hidden(x, streams, taps)
+        stage.send(x, streams)
+        return self._hidden(x, {}, ())
+
+    def _hidden(
+        self, x: Tensor, streams: Mapping[int, Tensor], taps: tuple[int, ...], out: Tensor | None = None
+    ) -> Hidden:
         if not taps:
             return Hidden(last=x, taps=x.new_empty(len(x), 0, x.shape[-1]))
         return Hidden(last=x, taps=torch.stack([streams[tap] for tap in taps], dim=1, out=out))
@@ -118,6 +162,10 @@ class Target(nn.Module):
     def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, H] before the final norm -> [R, V]; `out`: where to put them."""
         return self.head(self.norm(last), out)
+
+    def own_logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
+        """The same of the ids that this rank has, where ranks share the vocabulary: see Head."""
+        return self.head.own_logits(self.norm(last), out)
 
     def weights(self) -> dict[str, Weight]:
         """Every parameter's name, and the checkpoint tensors it is made of."""

@@ -101,7 +101,7 @@ class DeepseekV2(Target):
             f"{name}attention_norm.weight": Weight((f"{source}input_layernorm.weight",)),
             f"{name}mlp_norm.weight": Weight((f"{source}post_attention_layernorm.weight",)),
         }
-        weights |= latent_weights(block.attention.shape, f"{source}self_attn.", f"{name}attention.")
+        weights |= latent_weights(block.attention.whole_shape, f"{source}self_attn.", f"{name}attention.")
         if isinstance(block.mlp, GatedMLP):
             return weights | mlp_weights(block.mlp, f"{source}mlp.", f"{name}mlp.")
         assert isinstance(block.mlp, MixtureMLP)

@@ -248,7 +248,7 @@ class Gemma4(Gemma3):
                 widening = 2 if self.config.get("use_double_wide_mlp") else 1
                 width = widening * self.config["intermediate_size"]
                 source = sources[kind]
-                shared = SharedAttention(source, source.shape, source.rotary, source.eps)
+                shared = SharedAttention(source, source.whole_shape, source.rotary, source.eps)
                 layers.append(self.layer(number, shared, width))
             else:
                 raise ValueError(

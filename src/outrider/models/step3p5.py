@@ -50,7 +50,7 @@ class GatedAttention(SelfAttention):
 
     def __init__(self, shape: AttentionShape, rotary: Rotary) -> None:
         super().__init__(shape, rotary)
-        self.gate = Linear(shape.hidden_size, shape.num_heads)
+        self.gate = Linear(shape.hidden_size, self.heads)
 
     def finish(self, attended: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return super().finish(attended * sigmoid(self.gate(x))[..., None], x, residual)

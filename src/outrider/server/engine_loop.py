@@ -15,6 +15,7 @@ import torch
 
 from outrider.engine.grammar_trial import NICENESS
 from outrider.engine.request import Progress, Request
+from outrider.engine.team import RankLostError
 from outrider.lanes import Lane
 from outrider.llm import LLM
 from outrider.overload import OverloadError
@@ -99,6 +100,8 @@ class EngineLoop:
         """Until it is told to stop, or nobody is left to tell it; false where it had to end before."""
         receiver = threading.Thread(target=self._receive, name="outrider-receive", daemon=True)
         receiver.start()
+        if self._engine.workers is not None:
+            self._engine.workers.on_lost(self._put)
         try:
             _make_current(self._llm.config.torch_device)
             self._loop()
@@ -287,6 +290,8 @@ class EngineLoop:
         try:
             brought = self._engine.step()
             self._faults_in_row = 0
+        except RankLostError:
+            raise  # nobody is to blame, and nothing can go on
         except Exception as error:
             self._blame(error)
             brought = self._untold()

@@ -1,0 +1,62 @@
+"""What ranks other than the first do: as they are told, with models, slot tables and pages of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.engine.channel import Channel
+from outrider.engine.engine import Engine
+from outrider.engine.orders import placing_of, seats_of
+from outrider.engine.round import EagerRound
+
+
+class Follower:
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self._engine, self._channel = engine, channel
+        self._rounds: dict[int, EagerRound] = {}  # those that are not finished
+        self._is_open = True
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Until it is told to close."""
+        while self._is_open:
+            orders, tensors = self._channel.receive()
+            for order in orders:
+                self._obey(order, tensors)
+
+    def _obey(self, order: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+        engine, what = self._engine, order["do"]
+        if what == "place":
+            placing_of(order, tensors).put(engine.cache, engine.runner.options)
+        elif what == "catch_up":
+            engine.drafting.see_missed(engine.runner.pack_table(*seats_of(order), missed=True))
+        elif what == "forward":
+            step = engine.runner.pack_table(*seats_of(order), has_images=order["has_images"])
+            self._rounds[order["number"]] = parts = EagerRound(engine.parts, step)
+            parts.forward()
+        elif what == "finish":
+            self._finish(order, tensors)
+        elif what == "logits":
+            (place,) = order["states"]
+            engine.parts.logits_of(tensors[place].to(engine.runner.device))
+        else:
+            assert what == "close", what
+            self._is_open = False
+
+    def _finish(self, order: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+        number = order["number"]
+        parts = self._rounds[number]
+        self._rounds = {other: left for other, left in self._rounds.items() if other > number}
+        logits, hidden = order["gathers"]
+        if logits:
+            self._engine.parts.whole_logits(parts.logits)
+        if hidden:
+            self._engine.parts.last_hidden(parts.hidden)
+        said = order["said"]
+        parts.choose(None if said is None else (tensors[said[0]], tensors[said[1]]))
+        parts.draft_width = order["draft_width"]
+        parts.draft()
