@@ -39,13 +39,13 @@ def test_what_is_said_to_be_ours_is_ours() -> None:
     assert len(names) == len(set(names))
     assert not set(names) & set(own())
     assert set(names) >= SWITCHES
-    assert {"--data-parallel-size", "--kv-cache-dtype", "--enable-lora", "--max-logprobs"} <= set(names)
+    assert {"--data-parallel-size", "--load-format", "--enable-lora", "--max-logprobs"} <= set(names)
 
 
 def test_a_line_of_vllms() -> None:
     line = "org/name -tp 1 --max_model_len 4k --enable-auto-tool-choice --no-enable-chunked-prefill --port=8001"
     line += " --trust-remote-code=false --kv-cache-dtype auto --served-model-name a b --max-logprobs 20"
-    kept = ["--tensor-parallel-size", "1", "--max-model-len", "4k", "--port=8001"]
+    kept = ["--tensor-parallel-size", "1", "--max-model-len", "4k", "--port=8001", "--kv-cache-dtype", "auto"]
     kept += ["--served-model-name", "a", "--served-model-name", "b", "org/name"]
     assert settle_arguments(line.split(), own()) == kept
     # a model that comes last is no name
