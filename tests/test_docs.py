@@ -68,7 +68,7 @@ def test_files_and_names_that_pages_speak_of_exist(page: Path, files: dict[str, 
             if re.fullmatch(r"[\w./-]+\.(py|c|md|json|svg|toml)", word):
                 name = word.lstrip("./")
                 assert any(path == name or path.endswith(f"/{name}") for path in files), word
-            elif re.fullmatch(r"[A-Z]\w+\.[a-z_]\w+", word):
+            elif re.fullmatch(r"[A-Z]\w*[a-z]\w*\.[a-z_]\w+", word):
                 kind, name = word.split(".")
                 homes = [text for text in files.values() if f"class {kind}" in text]
                 assert any(re.search(rf"\b{name}\b", text) for text in homes), word
