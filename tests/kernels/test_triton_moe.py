@@ -80,6 +80,15 @@ def test_the_best_experts(rows: int, num_experts: int, count: int, renormalise: 
     assert ((ids == 0).any(1) | ~(ids == 1).any(1)).all()
 
 
+@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_hold_rubbish_choose_experts_that_exist(rubbish: float) -> None:
+    logits = random(3, 6, seed=3)
+    logits[1], logits[2, 2:4] = rubbish, rubbish
+    ids, _ = router.softmax_top(logits, 4, renormalise=True)
+    assert ((ids >= 0) & (ids < 6)).all()
+    assert torch.equal(ids[0], softmax_top_reference(logits[:1], 4, renormalise=True)[0][0].int())
+
+
 @torch.no_grad()
 def test_no_rows_and_strided_rows() -> None:
     weights = make_weights(4, 32, 16, torch.float32)

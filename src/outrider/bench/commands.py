@@ -25,6 +25,7 @@ from outrider.options import (
     Eager,
     EngineOptions,
     Exact,
+    KvCacheDtype,
     ModelArgument,
     PromptFile,
     Quantization,
@@ -214,6 +215,7 @@ def bench_round(
     device: Device = "auto",
     threads: Threads = None,
     quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
     exact: Exact = False,
     enforce_eager: Eager = False,
     against: RoundPeers = None,
@@ -244,6 +246,7 @@ def bench_round(
         enable_prefix_caching=False,
         enforce_eager=enforce_eager,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         exact=exact,
         threads=threads,
     )

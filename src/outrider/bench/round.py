@@ -89,6 +89,7 @@ def _settings(plan: Plan, method: str) -> SpeculativeConfig:
         force=True,
         synthetic_acceptance_length=plan.accept_length,
         quantization=plan.config.quantization,
+        kv_cache_dtype=plan.config.kv_cache_dtype,
     )
 
 
@@ -245,6 +246,7 @@ def to_dict(plan: Plan, costs: list[Cost], bandwidth: float | None) -> dict[str,
         "temperature": plan.temperature,
         "exact": config.exact,
         "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "eager": config.enforce_eager,
         "dtype": str(config.torch_dtype("bfloat16")).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if config.torch_device.type == "cuda" else "cpu",

@@ -21,13 +21,14 @@ def _softmax_top(
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     value = tl.load(logits + row * row_stride + expert, mask=expert < num_experts, other=float("-inf")).to(tl.float32)
+    value = tl.where(value == value, value, float("-inf"))  # rows that only fill up may hold anything
     power = tl.exp(value - tl.max(value, 0))
     total = tl.sum(power, 0)
     place = tl.arange(0, BLOCK_K)
     chosen, chances = tl.zeros((BLOCK_K,), dtype=tl.int32), tl.zeros((BLOCK_K,), dtype=tl.float32)
     for number in range(count):
         best = tl.max(value, 0)
-        winner = tl.min(tl.where(value == best, expert, BLOCK), 0)
+        winner = tl.minimum(tl.min(tl.where(value == best, expert, BLOCK), 0), num_experts - 1)
         chance = tl.sum(tl.where(expert == winner, power, 0.0), 0) / total
         chosen = tl.where(place == number, winner, chosen)
         chances = tl.where(place == number, chance, chances)
