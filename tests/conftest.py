@@ -52,6 +52,18 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything runs on Triton's kernels, as on a GPU, interpreted where there is none."""
+    from outrider.engine import graphs
+    from outrider.kernels.gpu import attention
+
+    monkeypatch.setattr(dispatch.native, "library", lambda: None)
+    monkeypatch.setattr(dispatch, "is_home", lambda x: True)
+    monkeypatch.setattr(attention, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
+    monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))  # nor for rows that only fill up
+
+
+@pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are recorded without a GPU."""
     monkeypatch.setattr(Engine, "recorder", staticmethod(recorder_of))

@@ -16,9 +16,6 @@ from safetensors.torch import load_file, save_file
 from samples import drafter_settings, guide
 
 from outrider import LLM, SamplingParams
-from outrider.engine import graphs
-from outrider.kernels import dispatch
-from outrider.kernels.gpu import attention
 from outrider.kernels.quantised import Quantised
 from outrider.layers.linear import Linear
 from outrider.layers.packing import held_bytes
@@ -28,14 +25,6 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 FEW = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9]
 OPTIONS: dict[str, Any] = {"max_model_len": 48, "device": "cpu", "dtype": "float32", "page_size": 4}
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch.native, "library", lambda: None)
-    monkeypatch.setattr(dispatch, "is_home", lambda x: True)
-    monkeypatch.setattr(attention, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
-    monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))  # nor for rows that only fill up
 
 
 def said(path: Path, **options: Any) -> list[int]:

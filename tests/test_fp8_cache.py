@@ -11,9 +11,6 @@ import torch
 from samples import drafter_settings, guide
 
 from outrider import LLM, SamplingParams
-from outrider.engine import graphs
-from outrider.kernels import dispatch
-from outrider.kernels.gpu import attention
 from outrider.kernels.rope import rounded
 from outrider.layers.cached import cached_layers
 from outrider.llm import total_speculation
@@ -21,14 +18,6 @@ from outrider.llm import total_speculation
 PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPT = [11, 3, 8, 30]
 OPTIONS: dict[str, Any] = {"max_model_len": 48, "device": "cpu", "dtype": "float32", "page_size": 4}
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch.native, "library", lambda: None)
-    monkeypatch.setattr(dispatch, "is_home", lambda x: True)
-    monkeypatch.setattr(attention, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
-    monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))  # nor for rows that only fill up
 
 
 @pytest.mark.usefixtures("interpreted", "recording")
