@@ -1,6 +1,7 @@
 """Grammars are tried out in a process of their own: what takes too long or too much ends with that process alone."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM
+from outrider.engine import grammar_trial
 from outrider.engine.grammar_trial import GrammarTrial, TrialLimits
 from outrider.overload import OverloadError
 from outrider.sampling_params import Guided
@@ -74,6 +76,24 @@ def test_what_takes_too_long_to_compile(trial: GrammarTrial) -> None:
     assert trial._worker is None
     trial.check(Guided(regex="[a-z]+"))  # the next one has a new process
     assert time.monotonic() - begin < 60
+
+
+def test_the_process_counts_its_own_seconds(words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of computing, so that a busy machine does not make grammars seem slow; whoever waits for it need not."""
+    monkeypatch.setattr(grammar_trial, "PATIENCE", 1000.0)
+    ended: list[int | None] = []
+    monkeypatch.setattr(GrammarTrial, "_why_ended", lambda self: ended.append(_exit_code(self)) or "is slow")
+    trial = GrammarTrial(words, TrialLimits(seconds=0.3))
+    with pytest.raises(ValueError, match="is slow"):
+        trial.check(_slow_to_compile())
+    assert ended == [-signal.SIGPROF]
+    trial.close()
+
+
+def _exit_code(trial: GrammarTrial) -> int | None:
+    assert trial._worker is not None
+    trial._worker.join(10)
+    return trial._worker.exitcode
 
 
 def test_what_takes_too_much_memory(words: Any) -> None:

@@ -210,6 +210,21 @@ def test_prompts_that_nobody_has_time_for(running: Running, monkeypatch: pytest.
     assert all(each.result() for each in held)
 
 
+def test_long_prompts_have_a_thread_of_their_own(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever short ones do, and the other way round."""
+    monkeypatch.setattr(preparation, "SECONDS", 0.5)
+    monkeypatch.setattr(preparation, "LONG", 100)
+    lanes = running.application.service.preparation
+    long = PLAIN | {"prompt": "word " * 40}
+    for lane, passes, waits in ((lanes._short, long, PLAIN), (lanes._long, PLAIN, long)):
+        go_on = threading.Event()
+        held = [lane.submit(lambda event=go_on: event.wait(10)) for _ in range(4)]
+        assert running.post(COMPLETIONS, passes).status_code == 200
+        assert running.post(COMPLETIONS, waits).status_code == 503
+        go_on.set()
+        assert all(each.result() for each in held)
+
+
 def test_a_body_of_very_many_values(running: Running) -> None:
     body = b'{"prompt": [' + b"5," * 2**21 + b"5]}"
     with others(running):
@@ -420,7 +435,7 @@ def test_health_when_there_are_too_many_requests(serve: Serve, monkeypatch: pyte
 def test_streams_that_are_left_are_closed_in_order(
     running: Running, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At any moment: no generator is closed by whoever comes along."""
+    """At any moment: no generator is closed by whoever comes along (test_events.py says so of each)."""
     body = json.dumps(PLAIN | {"max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 20}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     for number in range(24):

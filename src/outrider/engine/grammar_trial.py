@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 START_SECONDS = 120.0  # for the process to come up, on a machine that is busy
 NICENESS = 5  # rounds come first
 MAX_KEPT = 1024  # verdicts
+PATIENCE = 3.0  # times as long as it may take, for a process that cannot count its own seconds
 WALK_STEPS = 160  # tokens of an answer, in each of three ways
 WALK_SECONDS = 0.5  # for each of them
 _ARENA_MAX = -8  # of mallopt(3)
@@ -94,7 +95,7 @@ class GrammarTrial:
         connection = self._started()
         try:
             connection.send(guided)
-            if connection.poll(3 * self._limits.seconds + 1):  # it counts its own seconds; this is if it cannot
+            if connection.poll(PATIENCE * self._limits.seconds + 1):
                 answer: str | None = connection.recv()
                 return answer
             reason = "takes too long to compile"
