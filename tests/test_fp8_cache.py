@@ -20,9 +20,9 @@ PROMPT = [11, 3, 8, 30]
 OPTIONS: dict[str, Any] = {"max_model_len": 48, "device": "cpu", "dtype": "float32", "page_size": 4}
 
 
-@pytest.mark.usefixtures("interpreted", "recording")
+@pytest.mark.usefixtures("interpreted")
 def test_drafts_change_nothing(tmp_path: Path, target_path: Callable[..., Path]) -> None:
-    path = target_path()
+    path = target_path("llama", num_hidden_layers=2)
     with LLM(path, None, kv_cache_dtype="fp8", **OPTIONS) as llm:
         assert all(layer.pages[0].dtype is torch.float8_e4m3fn for layer in cached_layers(llm.target))  # type: ignore[index]
         plain = llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids
@@ -30,7 +30,7 @@ def test_drafts_change_nothing(tmp_path: Path, target_path: Callable[..., Path])
     with LLM(path, None, **OPTIONS) as llm:
         assert llm.engine.cache.layers[0].bytes_per_token(4) == 4 * small
     settings = drafter_settings("eagle3", tmp_path, target_path, "llama")
-    settings |= {"num_speculative_tokens": 2, "adaptive": False, "kv_cache_dtype": "fp8"}
+    settings |= {"num_speculative_tokens": 2, "adaptive": False, "kv_cache_dtype": "fp8", "taps": [0, 1, 2]}
     with LLM(path, settings, max_num_seqs=1, kv_cache_dtype="fp8", **OPTIONS) as llm:
         assert llm.drafter is not None
         assert all(layer.pages[0].dtype is torch.float8_e4m3fn for layer in cached_layers(llm.drafter))  # type: ignore[index]

@@ -72,7 +72,8 @@ def test_the_commands(cache: Path, tmp_path: Path) -> None:
     assert "does not exist" in nowhere.stderr
 
 
-def test_a_shell_completes_commands_and_options() -> None:
+def test_a_shell_completes_commands_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # tests may run below any shell
     shown = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="outrider")
     assert shown.exit_code == 0, shown.output
     assert "_OUTRIDER_COMPLETE=complete_bash" in shown.stdout

@@ -43,6 +43,7 @@ class Shipped:
             stderr=subprocess.PIPE,
             env=environment,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
         )
         self.family: list[psutil.Process] = []
 
