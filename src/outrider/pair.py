@@ -15,6 +15,7 @@ from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import Drafter
 from outrider.drafters.predicted import with_predictions
 from outrider.engine.cache import NUM_MISSABLE
+from outrider.engine.cache_dtype import choose_pages
 from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
 from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
@@ -36,9 +37,8 @@ from outrider.engine.team import Team, device_for
 from outrider.engine.workers import Workers, return_workers, take_workers
 from outrider.hub import TOKENIZER_PATTERNS, located
 from outrider.kernels import native
-from outrider.kernels.dispatch import use_triton
 from outrider.kernels.quantised import ROUNDED_TO, Kind
-from outrider.layers.cached import cached_layers, recurrent_layers
+from outrider.layers.cached import recurrent_layers
 from outrider.layers.exact import make_exact
 from outrider.layers.linear import deferred
 from outrider.layers.packing import gains_from_packing, held_bytes, pack_weights, share_blocks
@@ -352,22 +352,6 @@ def _stored_dtype(config: Mapping[str, Any]) -> str | None:
         if found:
             return found
     return None
-
-
-def choose_pages(config: EngineConfig, target: Target, drafter: Drafter | None) -> None:
-    """Which type the keys and values of each layer are kept in. Windows are short, and stay as they are."""
-    chosen: dict[Target | Drafter, str] = {target: config.kv_cache_dtype}
-    if drafter is not None and config.speculative is not None:
-        chosen[drafter] = config.speculative.kv_cache_dtype
-    for model, name in chosen.items():
-        if name == "auto":
-            continue
-        with torch.inference_mode():
-            if not use_triton(torch.empty(0, device=config.torch_device)):
-                raise ValueError("kv_cache_dtype fp8 is for GPUs, with Triton: leave it out")
-        for layer in cached_layers(model):
-            if not getattr(layer.spec, "window", 0):
-                layer.page_dtype = torch.float8_e4m3fn
 
 
 def demand_of(target: Target, drafter: Drafter | None) -> Demand:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from outrider.bench.shapes import SHAPES
 from outrider.config import EngineConfig, SpeculativeConfig, batch_limits
 from outrider.drafters.base import Drafter, drafters
+from outrider.engine.cache_dtype import choose_pages
 from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
 from outrider.engine.loader import building
@@ -27,7 +28,7 @@ from outrider.layers.packing import round_matrices
 from outrider.models.base import Mtp, Target, targets
 from outrider.models.llama import Llama
 from outrider.options import EngineOptions
-from outrider.pair import choose_pages, demand_of
+from outrider.pair import demand_of
 from outrider.startup import StartupTimes
 from outrider.types import Weight
 
