@@ -17,7 +17,7 @@ from samples import guide
 
 from outrider import LLM, RequestOutput, SamplingParams
 from outrider.drafters.dflash import DFlash
-from outrider.drafters.dflash_mask import LayerMask
+from outrider.drafters.dflash_layers import LayerMask
 from outrider.engine.policy import FixedDepth
 from outrider.kernels.sampling import gumbel
 from outrider.types import Draft, Hidden, Step, Verdict
@@ -401,7 +401,7 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
     "no window": ({"layer_types": [SLIDING, FULL]}, "no sliding_window"),
     "layer types": ({"layer_types": [FULL]}, "layer_types must name 2 layers"),
     "unknown layer type": ({"layer_types": [FULL, "linear_attention"]}, "among them linear_attention"),
-    "bias": ({"attention_bias": True}, "attention_bias=True, but the tensors say False"),
+    "bias": ({"attention_bias": True}, "attention_bias says True, but the tensors say False"),
     "sinks": (nested(attention_sink_bias=True), "attention_sink_bias is True, but the tensors say False"),
     "no rope": ({"rope_theta": None}, "names no rope_theta"),
     "rope of one kind": (

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,11 @@ class Drafter(nn.Module):
         """Other ways to understand the same checkpoint, for whoever measures which of them it was trained with."""
         return []
 
+    def reread(self, **changes: Any) -> Self:
+        """The same drafter with other fields of its config, as one of readings() asks for. It may want other taps, but
+        as many. Both share weights and the layers that hold the cache, so they must not run in two engines at once."""
+        raise NotImplementedError
+
     # training
 
     trainable = False  # it has a loss, and a checkpoint to begin with
@@ -132,9 +137,11 @@ class Reading:
 
     name: str
     advice: str  # what to change in which file, should this be the right one
-    apply: Callable[[Drafter], Drafter]
-    """From a loaded drafter to one that reads it so. It may want other taps, but as many. Both share weights and the
-    layers that hold the cache, so they must not run in two engines at once."""
+    changes: Mapping[str, Any]  # to the drafter's config: see Drafter.reread
+
+    def apply(self, drafter: Drafter) -> Drafter:
+        """The loaded drafter, read in this way. Both share weights and cache memory: see Drafter.reread."""
+        return drafter.reread(**self.changes)
 
 
 @dataclass

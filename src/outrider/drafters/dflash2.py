@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.drafters.dflash_reader import FamilyReader
+from outrider.drafters.dflash_layers import FamilyReader
 from outrider.layers.attention import SelfAttention
 from outrider.layers.block import DecoderBlock
 from outrider.layers.embedding import Embedding
@@ -36,10 +36,10 @@ class SelectorShape:
 
 
 def read_conv(reader: FamilyReader) -> ConvShape | None:
-    taps = reader.one("conv_kernel_size", default=2 if reader.kind == "dflash2" else 0)
+    taps = reader.get("conv_kernel_size", default=2 if reader.kind == "dflash2" else 0)
     if not taps:
         return None
-    group = reader.one("conv_group_size", default=16)
+    group = reader.get("conv_group_size", default=16)
     hidden_size = reader.layer["hidden_size"]
     if hidden_size % group:
         raise ValueError(f"conv_group_size {group} must divide hidden_size {hidden_size}")
@@ -47,8 +47,8 @@ def read_conv(reader: FamilyReader) -> ConvShape | None:
 
 
 def read_selector(reader: FamilyReader) -> SelectorShape | None:
-    rank = reader.one("selector_rank", default=256 if reader.kind == "dflash2" else 0)
-    return SelectorShape(rank, reader.one("selector_top_k", default=16)) if rank else None
+    rank = reader.get("selector_rank", default=256 if reader.kind == "dflash2" else 0)
+    return SelectorShape(rank, reader.get("selector_top_k", default=16)) if rank else None
 
 
 class GroupedConv(nn.Module):

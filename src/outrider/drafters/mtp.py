@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -184,7 +184,12 @@ class MultiTokenPrediction(Drafter):
             return []
         name = "first embedding kept" if zeroed else "first embedding zeroed"
         advice = f'set "mtp_zero_first_embedding": {str(not zeroed).lower()} in the target\'s config.json'
-        return [Reading(name, advice, _with_other_first_embedding)]
+        return [Reading(name, advice, {"zero_first_embedding": not zeroed})]
+
+    def reread(self, **changes: Any) -> Self:
+        other = twin(self)
+        other.mtp = replace(self.mtp, **changes)
+        return other
 
     # training
 
@@ -275,13 +280,6 @@ class MultiTokenPrediction(Drafter):
         said = key in self._target[0].config
         source = f"the target's config.json {key}" if said else "default, as in vLLM; ambiguous: others keep it"
         return Resolved("zeroed" if self.mtp.zero_first_embedding else "kept", source)
-
-
-def _with_other_first_embedding(drafter: Drafter) -> Drafter:
-    other = twin(drafter)
-    assert isinstance(other, MultiTokenPrediction)
-    other.mtp = replace(other.mtp, zero_first_embedding=not other.mtp.zero_first_embedding)
-    return other
 
 
 def _prefix(weights: dict[str, Weight]) -> str:

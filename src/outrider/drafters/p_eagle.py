@@ -17,14 +17,8 @@ from outrider.drafters.eagle3_config import Eagle3Config, resolve
 from outrider.drafters.fresh import Fresh, Plan
 from outrider.drafters.head import actual_names
 from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, judged, rows_of, teaching
-from outrider.drafters.parallel import (
-    MASK_TOKEN_KEYS,
-    draft_at_once,
-    draft_rows,
-    mask_rows,
-    num_masked,
-    resolve_mask_token,
-)
+from outrider.drafters.parallel import draft_at_once, draft_rows, mask_rows, num_masked, resolve_mask_token
+from outrider.drafters.reader import MASK_TOKEN_KEYS
 from outrider.models.base import Target
 from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
 
