@@ -21,6 +21,7 @@ from outrider.checkpoints.loader import build_target
 from outrider.cli import app
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import drafters
+from outrider.drafters.ngram import Ngram
 from outrider.llm import LLM
 from outrider.options import EngineOptions
 from outrider.pair import DEFAULT_DIRECTORY
@@ -127,7 +128,7 @@ def test_which_drafter_the_options_name(target_path: Callable[..., Path], head: 
     given = '{"method": "ngram", "prompt_lookup_min": 1}'
     found = EngineOptions(model, speculative_config=given).config().speculative
     assert found is not None
-    assert found.prompt_lookup_min == 1
+    assert found.own(Ngram.own_settings) == {"prompt_lookup_min": 1, "prompt_lookup_max": 8}
     found = EngineOptions(speculative_config='{"num_speculative_tokens": 2}').config().speculative
     assert found is not None
     assert (found.model, found.num_speculative_tokens) == (str(DEFAULT_DIRECTORY / "drafter"), 2)

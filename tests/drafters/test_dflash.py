@@ -283,7 +283,7 @@ def test_confidence_shortens_drafts(target_path: Callable[..., Path], tmp_path: 
         counts.add(count)
         length += entry["accepted"] + 1
     assert len(counts) > 1
-    with pytest.raises(ValueError, match="confidence_threshold must be from 0 to 1, not 2"):
+    with pytest.raises(ValueError, match="confidence_threshold must be a number from 0 to 1, not 2"):
         LLM(target_path("llama"), {**settings(path), "confidence_threshold": 2.0}, **SMALL)
 
 

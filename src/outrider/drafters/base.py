@@ -44,7 +44,7 @@ class Drafter(nn.Module):
     from_text = False  # it has no layers and reads tokens only, so that it can go before another in a combination
     lives_in_target = False  # without a checkpoint of its own, its weights are in the target's
     drafts_in_parallel = False  # it knows what to do with parallel_drafting
-    own_settings: Mapping[str, Any] = {}  # of speculative_config, with their defaults: settings.own(...) in build()
+    own_settings: Mapping[str, Any] = {}  # of speculative_config: a Setting of each name, or its default; see build()
     ranks: Ranks | None = None  # that run it together, where one process does not run it alone
     recordable = True  # propose() asks the host nothing, so that a round can be recorded and replayed
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from outrider.config import SpeculativeConfig
+from outrider.config import Setting, SpeculativeConfig
 from outrider.drafters.base import Drafter, Reading, Sureness, block_rows, draft_chain, drafters, no_draft
 from outrider.drafters.dflash2 import ConvBlock, Selector
 from outrider.drafters.dflash_config import DFlashConfig, canonical_name, resolve
@@ -105,7 +105,7 @@ class DFlash(Drafter):
     num_carried = 0  # an entry depends on its own row alone
     # Draft tokens whose estimated chance of being reached and accepted is smaller are not put to the test, where the
     # checkpoint has a confidence head. 0: all are.
-    own_settings: Mapping[str, Any] = {"confidence_threshold": 0.0}
+    own_settings: Mapping[str, Any] = {"confidence_threshold": Setting(0.0, 0, 1)}
     confidence_threshold = 0.0
 
     def __init__(self, config: DFlashConfig, target: Target, lookahead: int) -> None:
@@ -129,8 +129,6 @@ class DFlash(Drafter):
             )
         drafter = cls(config, target, lookahead)
         drafter.confidence_threshold = settings.own(cls.own_settings)["confidence_threshold"]
-        if not 0 <= drafter.confidence_threshold <= 1:
-            raise ValueError(f"confidence_threshold must be from 0 to 1, not {drafter.confidence_threshold}")
         return drafter
 
     @classmethod

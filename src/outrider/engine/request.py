@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from outrider.detokenizer import Detokenizer, StopChecker
 from outrider.engine.snapshot_pool import Marks
 from outrider.engine.watchdog import Standing
 from outrider.grammar.guide import Guide
 from outrider.outputs import CompletionOutput, Logprob
 from outrider.sampling_params import SamplingParams, Speculation
-from outrider.tokenizer import Detokenizer, StopChecker, Tokenizer
+from outrider.tokenizer import Tokenizer
 from outrider.types import Images, Prediction
 
 CLOSED = "max_tokens"  # why an answer stopped that had no more room, and was closed
