@@ -17,7 +17,6 @@ from outrider.drafters.base import Drafter
 from outrider.engine.cache import Cache
 from outrider.engine.drafting import Drafting
 from outrider.engine.flight import Flight, landed, to_host, wants_logprobs, wants_prompt_logprobs
-from outrider.engine.grammar import Grammars, Guide
 from outrider.engine.graphs import NUM_ROWS, Graphs
 from outrider.engine.guidance import guidance_of
 from outrider.engine.launched import LaunchedRanks
@@ -38,6 +37,7 @@ from outrider.engine.team import RankLostError, Team
 from outrider.engine.verify import synthetic_choice
 from outrider.engine.watchdog import Watchdog
 from outrider.engine.workers import Workers, return_workers
+from outrider.grammar.guide import Grammars, Guide
 from outrider.kernels.dispatch import has_triton
 from outrider.models.base import Target
 from outrider.sampling_params import Guided, SamplingParams
