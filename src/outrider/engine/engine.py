@@ -157,7 +157,10 @@ class Engine:
     def _launch_rounds(self) -> None:
         while len(self._flights) < self._max_flying and self._is_foreseeable:
             begin = self.stopwatch.now()
-            depth = self.drafting.depth(self.scheduler.running or self.scheduler.next_in_line)
+            requests = self.scheduler.running or self.scheduler.next_in_line
+            depth = self.drafting.depth(requests)
+            if depth and self.drafting.may_pause(requests) and self.scheduler.is_crowded(max(depth // 2, 1)):
+                depth = 0
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
             if not plan.work:
                 break

@@ -162,6 +162,7 @@ class Run:
             dtype=options.dtype,
             seed=options.seed,
             threads=options.threads,
+            cpu_activations="float32",  # its matrices must be there as numbers
             **settings,
         )
 
