@@ -15,7 +15,7 @@ from outrider.config import SpeculativeConfig, WatchdogConfig
 from outrider.drafters.base import Drafter
 from outrider.engine.pages import PagePool
 from outrider.engine.request import Request
-from outrider.engine.scheduler import Limits, Scheduler
+from outrider.engine.scheduler import Scheduler, SchedulerLimits
 from outrider.engine.watchdog import CONTEXTS, LONGEST_REST, MAX_FAILED_REBUILDS, Standing, Watchdog, context_bucket
 from outrider.layers.cached import cached_layers
 from outrider.pair import DEFAULT_DIRECTORY
@@ -209,7 +209,7 @@ def test_who_forces_a_drafter_has_it(truth: dict[int, list[int]]) -> None:
 
 def test_who_starts_over_takes_no_page_of_others() -> None:
     """Two requests with the same prompt: pages of the first are found under the names that those of the second had."""
-    scheduler = Scheduler(Limits(2, 64, 48, 4, 0), PagePool(40))
+    scheduler = Scheduler(SchedulerLimits(2, 64, 48, 4, 0), PagePool(40))
     first, second = (Request(name, list(range(10)), SamplingParams(max_tokens=20), seed=0) for name in ("a", "b"))
     for request in (first, second):
         scheduler.add(request)

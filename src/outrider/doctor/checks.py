@@ -11,7 +11,7 @@ import torch
 
 from outrider.agreement import MIN_PLACES, Agreement
 from outrider.checkpoints.checkpoint import load_tokenizer, open_checkpoint
-from outrider.doctor.diagnosis import FAULT, GOOD, NOTE, Bucket, Finding
+from outrider.doctor.diagnosis import FAULT, GOOD, NOTE, ContextBucket, Finding
 from outrider.doctor.readings import differing_rotaries, rope_settings
 from outrider.drafters.base import Drafter
 from outrider.models.base import Target
@@ -56,7 +56,9 @@ def static_findings(drafter: Drafter, target: Target, tokenizer: Tokenizer | Non
     ]
 
 
-def text_findings(drafter: Drafter, target: Target, agreement: Agreement, buckets: list[Bucket]) -> list[Finding]:
+def text_findings(
+    drafter: Drafter, target: Target, agreement: Agreement, buckets: list[ContextBucket]
+) -> list[Finding]:
     return [*_coverage(drafter, target, agreement), *_long_contexts(buckets)]
 
 
@@ -123,7 +125,7 @@ def _coverage(drafter: Drafter, target: Target, agreement: Agreement) -> Iterato
     yield Finding(level, "coverage", f"{share:.1%} of the target's words are in the drafter's vocabulary")
 
 
-def _long_contexts(buckets: list[Bucket]) -> Iterator[Finding]:
+def _long_contexts(buckets: list[ContextBucket]) -> Iterator[Finding]:
     known = [each for each in buckets if len(each.agreement.places) >= MIN_PLACES]
     if len(known) < 2:
         return

@@ -10,7 +10,7 @@ import torch
 
 from outrider.config import Setting, SpeculativeConfig
 from outrider.drafters.base import Drafter, drafters, no_draft
-from outrider.drafters.suffix_tree import Guess, Lengths, SuffixCache
+from outrider.drafters.suffix_tree import Lengths, SuffixCache, SuffixGuess
 from outrider.models.base import Target
 from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict
 
@@ -67,7 +67,7 @@ class Suffix(Drafter):
         count = torch.zeros(len(slots), dtype=torch.long)
         limits = Lengths(step.depth, self.settings["max_spec_factor"], self.settings["min_token_prob"])
         for number, (length, tenant) in enumerate(zip(lengths, step.tenants, strict=True)):
-            guess = self.cache.guess(table[number, :length], tenant, limits) if emits[number] else Guess()
+            guess = self.cache.guess(table[number, :length], tenant, limits) if emits[number] else SuffixGuess()
             count[number] = len(guess.tokens)
             tokens[number, : len(guess.tokens)] = torch.tensor(guess.tokens, dtype=torch.long)
         return Draft(tokens.to(device), count.to(device))

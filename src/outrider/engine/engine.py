@@ -29,7 +29,7 @@ from outrider.engine.policy import DepthPolicy, judged_of
 from outrider.engine.request import Progress, Request, Work
 from outrider.engine.round import EagerRound, Round, RoundParts
 from outrider.engine.runner import Runner, exact_shape
-from outrider.engine.scheduler import Limits, Plan, Scheduler
+from outrider.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from outrider.engine.snapshots import Snapshots
 from outrider.engine.stages import StagedRound
 from outrider.engine.stopwatch import Stopwatch
@@ -70,7 +70,7 @@ class Engine:
         most = config.max_num_batched_tokens
         recorder = self.recorder(config) if team is None else None
         num_rows = min(most, NUM_ROWS[-1]) if recorder is not None else most
-        limits = Limits(
+        limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max(num_rows, config.max_num_seqs * (1 + self.lookahead)),
             max_model_len=self.max_model_len,

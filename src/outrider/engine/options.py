@@ -65,7 +65,7 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SamplingNeeds:
     """What the requests of a round ask of sampling at all."""
 
     greedy: bool
@@ -76,7 +76,7 @@ class Asked:
     bounded: bool
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> Asked:
+    def of(cls, requests: Sequence[Request]) -> SamplingNeeds:
         params = [request.params for request in requests]
         return cls(
             greedy=all(map(is_greedy, params)),
@@ -203,9 +203,9 @@ class Options:
 
     def sampling(self, requests: Sequence[Request]) -> Sampling:
         """As a round of these requests reads the table."""
-        return self.sampling_for(Asked.of(requests))
+        return self.sampling_for(SamplingNeeds.of(requests))
 
-    def sampling_for(self, asked: Asked) -> Sampling:
+    def sampling_for(self, asked: SamplingNeeds) -> Sampling:
         """As a round reads it whose requests ask for this."""
         table = replace(self.recorded(Flags(asked.filtered, asked.adjusted)), greedy=asked.greedy)
         if not asked.adjusted:

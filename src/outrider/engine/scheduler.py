@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from outrider.engine.pages import PagePool, page_hashes, root_of
 from outrider.engine.request import Request, Status, Work
-from outrider.engine.snapshots import Snapshots, Wanted
+from outrider.engine.snapshots import Snapshots, WantedSnapshots
 
 MAX_FIGURES = 2**12  # log-probabilities of prompts that are made in a round: some ten milliseconds
 FEW_DRAFTS = 32  # one row of a draft beside so many of prompts delays nobody much
@@ -20,7 +20,7 @@ Follows = Callable[[int], bool]
 
 
 @dataclass(frozen=True)
-class Limits:
+class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -37,7 +37,7 @@ class Plan:
 
     work: list[Work]
     admitted: list[Request]
-    wanted: list[Wanted] = field(default_factory=list)
+    wanted: list[WantedSnapshots] = field(default_factory=list)
 
 
 @dataclass
@@ -47,7 +47,7 @@ class PrefixStats:
 
 
 class Scheduler:
-    def __init__(self, limits: Limits, pool: PagePool, snapshots: Snapshots | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits, pool: PagePool, snapshots: Snapshots | None = None) -> None:
         """`snapshots`: where layers are recurrent, so that pages alone are of no use."""
         self.limits = limits
         self.pool = pool

@@ -78,7 +78,7 @@ class Standing:
 
 
 @dataclass
-class Counts:
+class AcceptanceCounts:
     rebuilds: int = 0
     fallbacks: int = 0  # requests that went on plainly
     recoveries: int = 0
@@ -98,7 +98,7 @@ class Watchdog:
     ) -> None:
         self.settings = settings
         self._acts, self._rebuilds, self._suspects, self._clock = acts, rebuilds, suspects, clock
-        self.counts = Counts()
+        self.counts = AcceptanceCounts()
         self.average = Average(settings.engine_window)
         self.buckets: dict[str, Bucket] = {}
         self.is_dead = False  # acceptance of all requests together

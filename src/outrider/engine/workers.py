@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from outrider.config import EngineConfig, config_to_json
 from outrider.engine.launched import LaunchedRanks, launched_rank
-from outrider.engine.team import Place, RankLostError, device_for, join
+from outrider.engine.team import RankLostError, RankPlace, device_for, join
 
 START_SECONDS = 120.0  # that a process has to import what it needs
 END_SECONDS = 5.0
@@ -64,9 +64,9 @@ class Workers:
         process.stdin.flush()  # it stays open: its end is how they learn of ours
         return process
 
-    def _place(self, rank: int, secret: str, config: EngineConfig) -> Place:
+    def _place(self, rank: int, secret: str, config: EngineConfig) -> RankPlace:
         device, own_devices = device_for(config, rank, self.size)
-        return Place(rank, self.size, config.pipeline_parallel_size, device, own_devices, secret)
+        return RankPlace(rank, self.size, config.pipeline_parallel_size, device, own_devices, secret)
 
     def _wait_for(self, store: dist.Store) -> None:
         """Until all have begun: to wait for one that has ended would be for ever."""

@@ -44,7 +44,7 @@ class Countdown:
         return self.way is not None
 
 
-class Ending:
+class JsonEnding:
     """Closes answers in one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary, spelling: Spelling) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from outrider.grammar.compiler import Dialect, GrammarCompiler, import_xgrammar, is_json
-from outrider.grammar.ending import BYTES_PER_TOKEN, Countdown, Ending
+from outrider.grammar.ending import BYTES_PER_TOKEN, Countdown, JsonEnding
 from outrider.grammar.forced import certain_text
 from outrider.grammar.masks import Unfilled, fill_masks, mask_of
 from outrider.grammar.trial import GrammarTrial
@@ -46,8 +46,8 @@ class Grammars:
         self._spellings: dict[Dialect, Spelling] = {}
 
     @cached_property
-    def _ending(self) -> Ending:
-        return Ending(self._vocabulary, self._spelling(self._compiler.dialect(Guided(json_object=True))))
+    def _ending(self) -> JsonEnding:
+        return JsonEnding(self._vocabulary, self._spelling(self._compiler.dialect(Guided(json_object=True))))
 
     def _spelling(self, dialect: Dialect) -> Spelling:
         if dialect not in self._spellings:
@@ -110,7 +110,7 @@ class Guide:
         words: tuple[Vocabulary, Spelling],
         barred: frozenset[int],  # ids that no answer may hold
         freedom: Freedom | None = None,
-        ending: Ending | None = None,
+        ending: JsonEnding | None = None,
     ) -> None:
         self._matcher, self._barred, self._ending = matcher, barred, ending
         self._vocabulary, self._spelling = words

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from outrider.engine.engine import Engine
 from outrider.engine.request import Progress
-from outrider.engine.watchdog import Counts, Watchdog, context_bucket
+from outrider.engine.watchdog import AcceptanceCounts, Watchdog, context_bucket
 from outrider.server.tally import Tally
 from outrider.server.task import Task
 
@@ -85,7 +85,7 @@ class Metrics:
         self._fallbacks = tally.count("outrider:drafter_fallbacks", "Requests that went on without drafts")
         self._recoveries = tally.count("outrider:drafter_recoveries", "Requests whose drafts are accepted again")
         self._seen = [0, 0, 0]  # queried, hit, preempted, as of the last step
-        self._acted = Counts()  # as of the last step
+        self._acted = AcceptanceCounts()  # as of the last step
         self._watchdog: Watchdog | None = None
 
     def text(self) -> bytes:
