@@ -18,7 +18,7 @@ from outrider.checkpoints.config_check import KEYS, checked_config
 SOURCE = Path(outrider.__file__).parent
 READERS = [
     *sorted((SOURCE / "models").glob("*.py")),
-    *(SOURCE / "drafters" / f"{name}.py" for name in ("head", "eagle", "eagle3", "eagle3_config", "dflash_config")),
+    *(SOURCE / "drafters" / f"{name}.py" for name in ("feedback", "eagle", "eagle3", "eagle3_config", "dflash_config")),
     *(SOURCE / "drafters" / f"{name}.py" for name in ("dflash_layers", "dflash2", "dspark", "p_eagle", "draft_model")),
     *(SOURCE / "layers" / f"{name}.py" for name in ("rotary", "mla")),
     SOURCE / "pair.py",

@@ -26,7 +26,7 @@ from outrider.certify.comparison import (
 )
 from outrider.certify.distribution import DrawPlan, draw, evaluate_draws, plan_draws, second_token_drafts
 from outrider.certify.questions import FULL, OPTIONS, ProofEffort, ProofRequest, ask, built_in_prompts
-from outrider.certify.restless import Restless
+from outrider.certify.random_depth import RandomDepth
 from outrider.config import EngineConfig, SpeculativeConfig, batch_limits
 from outrider.engine.policy import FixedDepth
 from outrider.llm import LLM
@@ -83,7 +83,7 @@ class Composition:
     settings: Mapping[str, Any] = field(default_factory=dict)
     every: Callable[[ProofEffort], int] = lambda effort: 1  # of how many questions one is asked
     is_tight: bool = False  # with a cache that holds little more than one request
-    is_restless: bool = False  # the drafter drafts more, less, or rests, by turns
+    random_depth: bool = False  # the drafter drafts more, less, or rests, by turns
 
 
 def _others_every(effort: ProofEffort) -> int:
@@ -95,7 +95,7 @@ COMPOSITIONS = (
     Composition("together", ask_together),
     Composition("shuffled", ask_shuffled, every=_others_every),
     Composition("joining", ask_joining, every=_others_every),
-    Composition("resting by turns", ask_together, every=_others_every, is_restless=True),
+    Composition("resting by turns", ask_together, every=_others_every, random_depth=True),
     # An engine lets every running request move in every step, so a small step also needs few requests.
     Composition("chunked prefill", ask_together, {"max_num_seqs": 4, "max_num_batched_tokens": 8}, _others_every),
     Composition("preempted", ask_together, {"max_num_seqs": 8}, _others_every, is_tight=True),
@@ -177,7 +177,7 @@ class Proof:
         questions = [self.questions[place] for place in places]
         before = llm.engine.scheduler.num_preemptions
         lookahead = llm.engine.lookahead
-        with llm.engine.drafting_with(Restless(lookahead) if composition.is_restless else FixedDepth(lookahead)):
+        with llm.engine.drafting_with(RandomDepth(lookahead) if composition.random_depth else FixedDepth(lookahead)):
             outputs = composition.ask(llm, questions, self.watch.stage(composition.name))
         certificate.preemptions[composition.name] = llm.engine.scheduler.num_preemptions - before
         cases: dict[tuple[str, float], Case] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.certify.comparison import compare
 from outrider.certify.hints import guide
-from outrider.certify.restless import Restless
+from outrider.certify.random_depth import RandomDepth
 from outrider.certify.worlds import MAX_MODEL_LEN, World, WorldRequest
 from outrider.config import EngineConfig, SpeculativeConfig, WatchdogConfig
 from outrider.engine.engine import Engine
@@ -227,11 +227,11 @@ class WorldTrial:
         drafter.propose = breaking_propose  # type: ignore[method-assign, assignment]
         engine.drafting.policy = self._policy(engine)
         if self.world.watchdog_acts:
-            engine.watchdog = Watchdog(NERVOUS, acts=True, rebuilds=not drafter.from_text)
+            engine.watchdog = Watchdog(NERVOUS, acts=True, rebuilds=not drafter.reads_tokens_only)
 
     def _policy(self, engine: Engine) -> DepthPolicy:
         if self.world.policy == "restless":
-            return Restless(engine.lookahead, self._chance.randrange(100))
+            return RandomDepth(engine.lookahead, self._chance.randrange(100))
         if self.world.policy == "adaptive":
             return Governor(engine.lookahead, engine.cache.shape.num_slots)
         return FixedDepth(engine.lookahead)

@@ -23,14 +23,14 @@ LONG_CONTEXT_KEEPS = 0.6  # of the accepted draft tokens a round: less is suspic
 
 
 @dataclass(frozen=True)
-class Papers:
+class DrafterFiles:
     """What the drafter's own checkpoint carries, where it has one."""
 
     config: dict[str, Any]
     tokenizer: Tokenizer | None
 
     @classmethod
-    def of(cls, model: str | None) -> Papers:
+    def of(cls, model: str | None) -> DrafterFiles:
         if model is None:
             return cls({}, None)
         checkpoint = open_checkpoint(model)
@@ -46,7 +46,9 @@ class Papers:
         return int(found[0]) if found else None
 
 
-def static_findings(drafter: Drafter, target: Target, tokenizer: Tokenizer | None, papers: Papers) -> list[Finding]:
+def static_findings(
+    drafter: Drafter, target: Target, tokenizer: Tokenizer | None, papers: DrafterFiles
+) -> list[Finding]:
     return [
         *_weights(drafter),
         *_vocabulary(drafter, target),
@@ -106,7 +108,7 @@ def _rope(drafter: Drafter, target: Target) -> Iterator[Finding]:
         yield Finding(NOTE, "rotary", f"the drafter's frequencies are not those of the target ({said})")
 
 
-def _positions(target: Target, papers: Papers) -> Iterator[Finding]:
+def _positions(target: Target, papers: DrafterFiles) -> Iterator[Finding]:
     known = papers.max_positions
     if known is not None and known < target.max_len:
         message = f"the drafter's config.json names {known}, the target's {target.max_len}: beyond, it may be wrong"

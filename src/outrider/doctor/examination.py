@@ -11,7 +11,7 @@ from outrider.agreement import QUESTIONS, Agreement, fits, follow
 from outrider.bench.prompts import CHAT, REPETITION, PromptChoice, PromptText, PromptVocabulary, random_prompts
 from outrider.certify.proof import speculative_for, threads_for
 from outrider.config import EngineConfig, batch_limits
-from outrider.doctor.checks import Papers, static_findings, text_findings
+from outrider.doctor.checks import DrafterFiles, static_findings, text_findings
 from outrider.doctor.diagnosis import DiagnosedPair, Diagnosis
 from outrider.doctor.readings import Search, trials
 from outrider.drafters.base import Drafter
@@ -117,7 +117,7 @@ class Examination:
         self.num_runs += len(trials(drafter, llm.target))
         agreement = self.measure(drafter, "as it was read")
         diagnosis = Diagnosis(self._identity(), drafter.provenance(), agreement)
-        papers = Papers.of(llm.config.speculative.model)
+        papers = DrafterFiles.of(llm.config.speculative.model)
         diagnosis.findings = static_findings(drafter, llm.target, llm.tokenizer, papers)
         diagnosis.findings += text_findings(drafter, llm.target, agreement, diagnosis.buckets)
         diagnosis.tried, diagnosis.remedy = Search(llm.target, self.measure).run(drafter, agreement)

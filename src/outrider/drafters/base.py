@@ -41,8 +41,10 @@ class Drafter(nn.Module):
     num_carried: int = 1  # how many rows' taps it wants to see again in the next round
     lookahead: int
     needs_tokenizer_of_target = False  # its checkpoint has a tokenizer that must be the target's
-    from_text = False  # it has no layers and reads tokens only, so that it can go before another in a combination
-    lives_in_target = False  # without a checkpoint of its own, its weights are in the target's
+    reads_tokens_only = (
+        False  # it has no layers and reads tokens only, so that it can go before another in a combination
+    )
+    weights_in_target = False  # without a checkpoint of its own, its weights are in the target's
     drafts_in_parallel = False  # it knows what to do with parallel_drafting
     own_settings: Mapping[str, Any] = {}  # of speculative_config: a Setting of each name, or its default; see build()
     ranks: Ranks | None = None  # that run it together, where one process does not run it alone
@@ -58,13 +60,13 @@ class Drafter(nn.Module):
         return Sureness.NO
 
     @classmethod
-    def stands_for(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:
+    def replaces(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:
         """Whether this method is meant where another one is named, or was recognised, with such settings and such a
         config.json."""
         return False
 
     @classmethod
-    def suits(cls, target: type[Target]) -> bool:
+    def supports(cls, target: type[Target]) -> bool:
         """Whether a drafter of this method can exist for such targets."""
         return True
 

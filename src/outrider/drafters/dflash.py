@@ -17,8 +17,8 @@ from outrider.drafters.dflash_config import DFlashConfig, canonical_name, resolv
 from outrider.drafters.dflash_layers import LayerMask, remasked
 from outrider.drafters.dflash_training import corrected, fresh_dflash
 from outrider.drafters.dspark import ConfidenceHead, MarkovHead
+from outrider.drafters.feedback import twin
 from outrider.drafters.fresh import Fresh, Plan
-from outrider.drafters.head import twin
 from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, by_survival, judged, rows_of, teaching
 from outrider.drafters.parallel import draft_at_once
 from outrider.kernels.activation import GATED

@@ -21,7 +21,7 @@ from outrider.types import Batch, Weight
 @dataclass(frozen=True)
 class ConvShape:
     hidden_size: int
-    num_taps: int
+    kernel_size: int
     group_size: int  # channels that share a dynamic weight
 
     @property
@@ -58,12 +58,12 @@ class GroupedConv(nn.Module):
     def __init__(self, shape: ConvShape) -> None:
         super().__init__()
         self.shape = shape
-        self.base = nn.Parameter(torch.empty(2, shape.num_taps, shape.hidden_size))
-        self.dynamic = Linear(shape.hidden_size, 2 * shape.num_taps * shape.num_groups)
+        self.base = nn.Parameter(torch.empty(2, shape.kernel_size, shape.hidden_size))
+        self.dynamic = Linear(shape.hidden_size, 2 * shape.kernel_size * shape.num_groups)
 
     def prepare(self, x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """x [B R, H], blocks of R rows -> the first convolution [B R, H], and the weights of the second."""
-        before, after = self.dynamic(x).view(len(x), 2, self.shape.num_taps, -1).unbind(1)
+        before, after = self.dynamic(x).view(len(x), 2, self.shape.kernel_size, -1).unbind(1)
         return self._convolve(x, before, self.base[0], num_rows), after
 
     def finish(self, x: Tensor, after: Tensor, num_rows: int) -> Tensor:
@@ -74,7 +74,7 @@ class GroupedConv(nn.Module):
         groups = (self.shape.num_groups, self.shape.group_size)
         blocks = x.view(-1, num_rows, x.shape[-1])
         out = torch.zeros_like(x)
-        for tap in range(min(self.shape.num_taps, num_rows)):
+        for tap in range(min(self.shape.kernel_size, num_rows)):
             earlier = F.pad(blocks[:, : num_rows - tap], (0, 0, tap, 0)).reshape(-1, *groups)
             weight = base[tap].view(groups) + dynamic[:, tap, :, None]
             out += (weight * earlier).flatten(1)

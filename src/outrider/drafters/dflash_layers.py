@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.drafters.head import twin
+from outrider.drafters.feedback import twin
 from outrider.drafters.reader import Reader
 from outrider.kernels.attention import AttentionOptions
 from outrider.layers.attention import AttentionShape
@@ -34,16 +34,16 @@ class LayerMask:
         return self.window + 1 if self.anchored else self.window
 
     @property
-    def both_ways(self) -> bool:
+    def bidirectional(self) -> bool:
         """Whether attention asks the batch for the last key that a row sees. An anchored row's own index says only
         where its window begins."""
         return self.anchored or not self.causal
 
     def shape(self, shape: AttentionShape) -> AttentionShape:
-        return replace(shape, window=self.keys, both_ways=self.both_ways)
+        return replace(shape, window=self.keys, bidirectional=self.bidirectional)
 
     def options(self, options: AttentionOptions) -> AttentionOptions:
-        return replace(options, window=self.keys, both_ways=self.both_ways)
+        return replace(options, window=self.keys, bidirectional=self.bidirectional)
 
     def rows(self, batch: Batch) -> Batch:
         """A block's batch as this layer takes it."""
@@ -150,15 +150,16 @@ def _causality(reader: FamilyReader, kinds: list[str], slides: list[bool]) -> li
     """Whether a row of the block is hidden from the rows before it, by layer. Said for all layers, or for those with
     a window (speculators); else the layers that layer_types calls sliding are causal, and no others."""
     overall = reader.get("is_causal", "causal")
-    both_ways = reader.get("sliding_window_non_causal")
+    bidirectional = reader.get("sliding_window_non_causal")
     if overall is not None:
-        if both_ways is not None and any(slides) and bool(overall) == bool(both_ways):
+        if bidirectional is not None and any(slides) and bool(overall) == bool(bidirectional):
             raise ValueError(
-                f"is_causal = {overall} and sliding_window_non_causal = {both_ways} contradict each other: remove one"
+                f"is_causal = {overall} and sliding_window_non_causal = {bidirectional} contradict each other: remove "
+                "one of them"
             )
         return [bool(overall)] * len(kinds)
-    if both_ways is not None:
-        causal, source = [slide and not both_ways for slide in slides], "sliding_window_non_causal, of windows only"
+    if bidirectional is not None:
+        causal, source = [slide and not bidirectional for slide in slides], "sliding_window_non_causal, of windows only"
     elif reader.is_muse or (reader.kind == "dflash2" and reader.is_speculators):
         causal, source = [False] * len(kinds), "default of the dialect"
     else:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Reading, Sureness, drafters
-from outrider.drafters.head import (
+from outrider.drafters.feedback import (
     FeedbackDrafter,
     FeedbackNetwork,
     HeadLayers,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Reading, Sureness, drafters
 from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, distinct_taps, resolve
+from outrider.drafters.feedback import FIRST_KEY as FIRST_KEY
+from outrider.drafters.feedback import FeedbackDrafter, FeedbackNetwork, actual_names, layer_weights, unless_same
 from outrider.drafters.fresh import Fresh, Mould, Plan, Tensors, offsets
-from outrider.drafters.head import FIRST_KEY as FIRST_KEY
-from outrider.drafters.head import FeedbackDrafter, FeedbackNetwork, actual_names, layer_weights, unless_same
 from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, compare, rows_of, teaching, weighed
 from outrider.layers.attention import SelfAttention
 from outrider.layers.block import DecoderBlock

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from outrider.drafters.head import HeadLayers, read_layers
+from outrider.drafters.feedback import HeadLayers, read_layers
 from outrider.drafters.reader import Reader, check_fc_width, check_vocabulary
 from outrider.models.base import Target, refuse
 from outrider.types import Checkpoint, Resolved

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, Reading, Sureness, draft_chain, drafters, no_draft
-from outrider.drafters.head import twin
+from outrider.drafters.feedback import twin
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.embedding import Head
 from outrider.layers.linear import Linear
@@ -254,7 +254,7 @@ class Gemma4Assistant(Drafter):
         return Sureness.BY_NAME if named else Sureness.NO
 
     @classmethod
-    def suits(cls, target: type[Target]) -> bool:
+    def supports(cls, target: type[Target]) -> bool:
         return target.shared_layers is not Target.shared_layers
 
     # drafting

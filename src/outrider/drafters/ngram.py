@@ -15,7 +15,7 @@ from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict
 
 @drafters.register("ngram")
 class Ngram(Drafter):
-    from_text = True
+    reads_tokens_only = True
     own_settings: Mapping[str, Any] = {"prompt_lookup_min": Setting(2, 1, 64), "prompt_lookup_max": Setting(8, 1, 64)}
 
     def __init__(self, settings: SpeculativeConfig) -> None:

@@ -23,7 +23,7 @@ class Suffix(Drafter):
     the device. Texts enter it when their request has ended, however it ended; of running requests it keeps nothing, so
     preemption and slots used again need no care."""
 
-    from_text = True
+    reads_tokens_only = True
     recordable = False  # its tree is on the host
     own_settings: Mapping[str, Any] = {
         f"{PREFIX}max_tree_depth": Setting(24, 2, 1024),  # the longest match and its continuation together

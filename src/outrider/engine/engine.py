@@ -254,7 +254,7 @@ class Engine:
         rests = flight.shape.rests or not (flight.shape.depth or self.drafting.remembers)
         outcomes = [outcome for work, outcome, _ in read if work.emits]
         self.drafting.policy.note(landed(flight, outcomes, judged, seconds, rests))
-        self._heal([work for work, _, _ in read])
+        self._recompute_spoilt([work for work, _, _ in read])
         return brought
 
     # the parts of a step
@@ -325,7 +325,7 @@ class Engine:
         else:
             self.watchdog.plain_round(request.standing)
 
-    def _heal(self, plan: Sequence[Work]) -> None:
+    def _recompute_spoilt(self, plan: Sequence[Work]) -> None:
         """Requests whose memory seems to be spoilt start over from the tokens that they have."""
         for work in reversed(plan):  # each goes to the head of the queue
             if work.request.standing.needs_rebuild and not work.request.finished:

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.detokenizer import Detokenizer, StopChecker
 from outrider.engine.snapshot_pool import Marks
-from outrider.engine.watchdog import Standing
+from outrider.engine.watchdog import RequestHealth
 from outrider.grammar.guide import Guide
 from outrider.outputs import CompletionOutput, Logprob
 from outrider.sampling_params import SamplingParams, Speculation
@@ -101,8 +101,8 @@ class Request(Residence):
     num_admissions: int = 0
     first_admitted: float | None = None  # when, by time.monotonic()
     num_preemptions: int = 0
-    starts_afresh: bool = False  # when it is admitted again, it reuses nothing
-    standing: Standing = field(default_factory=Standing)  # with the watchdog
+    recompute: bool = False  # when it is admitted again, it reuses nothing
+    standing: RequestHealth = field(default_factory=RequestHealth)  # with the watchdog
     # what came out
     draft_positions: list[int] = field(default_factory=list)  # of each output: its place in the draft, 0: no draft's
     text_ends: list[int] = field(default_factory=list)  # of each output: length of the text once it was added

@@ -215,7 +215,7 @@ class Scheduler:
         request.pages, request.page_names = reused + fresh, names[: len(reused)]
         request.num_computed = request.num_followed = start
         request.num_admissions += 1
-        request.starts_afresh = False
+        request.recompute = False
         if not request.num_preemptions:
             request.num_cached = start
             self.stats.queried += len(request.prompt)
@@ -244,7 +244,7 @@ class Scheduler:
     def _reusable(self, request: Request) -> list[bytes]:
         """Names of the pages it could reuse. The last token must be run for its logits; so must a prompt whose
         log-probabilities are wanted."""
-        if not self.limits.prefix_caching or request.params.prompt_logprobs is not None or request.starts_afresh:
+        if not self.limits.prefix_caching or request.params.prompt_logprobs is not None or request.recompute:
             return []
         names = page_hashes(request.named_tokens[:-1], self.limits.page_size, 0, _root(request))
         while request.whole(0, len(names) * self.limits.page_size) != len(names) * self.limits.page_size:
@@ -265,7 +265,7 @@ class Scheduler:
         if self.snapshots is not None:  # also those that go by the names of others' pages
             self.snapshots.forget(request.page_names)
         self.preempt(request)
-        request.starts_afresh = True
+        request.recompute = True
 
     # after the step
 

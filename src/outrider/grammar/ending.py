@@ -59,7 +59,7 @@ class JsonEnding:
         left = countdown.left - 1
         if countdown.way is not None:
             return replace(countdown, left=left, way=countdown.way[1:])
-        lexer = _read(self._vocabulary.spelt[token], countdown.lexer)
+        lexer = _read(self._vocabulary.token_bytes[token], countdown.lexer)
         countdown = replace(countdown, left=left, lexer=lexer)
         if left > countdown.look_at:
             return countdown
@@ -77,7 +77,7 @@ class JsonEnding:
         if text is None:
             return None
         tokens = self._spelling.tokens(text)
-        return tokens if sum(len(self._vocabulary.spelt[token]) for token in tokens) == len(text) else None
+        return tokens if sum(len(self._vocabulary.token_bytes[token]) for token in tokens) == len(text) else None
 
 
 def _closing(
