@@ -491,6 +491,7 @@ READINGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "windows causal": ("all_sliding", {"causal": (True, True)}, '"sliding_window_non_causal": false'),
     "windows from the anchor": ("sliding_both_ways", {"anchored": True}, '"window_from_anchor": true'),
     "windows from every row": ("anchored", {"anchored": False}, '"window_from_anchor": false'),
+    "no windows": ("sliding_is_causal", {"windows": (0, 0), "causal": (False, False)}, "layer_types to full_attention"),
     "last tap after the final norm": ("last_tap", {}, '"tap_after_final_norm": true'),
 }
 

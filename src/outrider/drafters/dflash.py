@@ -244,7 +244,7 @@ class DFlash(Drafter):
         return readings + self._readings_of_windows()
 
     def _readings_of_windows(self) -> list[Reading]:
-        """Whether rows within a window see those after them, and where it is counted from."""
+        """Whether rows within a window see those after them, where it is counted from, and whether there is any."""
         masks = self.config.masks
         slides = [mask for mask in masks if mask.window]
         if not slides:
@@ -252,6 +252,7 @@ class DFlash(Drafter):
         causal, anchored = not slides[0].causal, not slides[0].anchored
         ordered = tuple(replace(mask, causal=causal) if mask.window else mask for mask in masks)
         placed = tuple(replace(mask, anchored=anchored) for mask in masks)
+        without = tuple(LayerMask(0, causal=False) if mask.window else mask for mask in masks)
         place = "in the drafter's config.json"
         return [
             Reading(
@@ -263,6 +264,9 @@ class DFlash(Drafter):
                 f"windows from {'the anchor' if anchored else 'every row'}",
                 f'set "window_from_anchor": {str(anchored).lower()} {place}',
                 {"masks": placed},
+            ),
+            Reading(
+                "no windows", f"set all of layer_types to full_attention {place}, without use_swa", {"masks": without}
             ),
         ]
 
