@@ -172,7 +172,7 @@ class _Sequence:
             self.speculation = piece.ending.speculation
 
     def output(self, new: Piece | None = None) -> CompletionOutput:
-        """All of it; or with `new`, what that piece has brought."""
+        """The output so far; or with `new`, what that piece has brought."""
         part = self if new is None else new
         return CompletionOutput(
             index=self.index,
@@ -220,7 +220,7 @@ class _Answer:
         return self._output() if self._kind is not FINAL_ONLY or self.finished else None
 
     def aborted(self) -> RequestOutput:
-        """What there is of it, now that nothing more will come."""
+        """The output of an answer that was aborted: what has come so far."""
         ended = [each for each in self._sequences if each.finish_reason is None]
         for each in ended:
             each.finish_reason = "abort"

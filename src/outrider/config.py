@@ -267,7 +267,7 @@ class EngineConfig:
 
 
 def config_to_json(config: EngineConfig) -> dict[str, Any]:
-    """As another process is told."""
+    """A configuration as JSON, for another process."""
     return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
 
 

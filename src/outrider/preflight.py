@@ -54,7 +54,7 @@ def check_drafter(config: EngineConfig) -> None:
 
 
 def check_chat(model: str | Path) -> None:
-    """That a target has a chat template."""
+    """Raises ValueError for a target without a chat template."""
     checkpoint = open_checkpoint(model)
     try:
         tokenizer = load_tokenizer(checkpoint)
@@ -65,7 +65,7 @@ def check_chat(model: str | Path) -> None:
 
 
 def check_images(model: str | Path) -> None:
-    """That a target reads images."""
+    """Raises ValueError for a target that reads no images."""
     checkpoint = open_checkpoint(model)
     try:
         reads_images = _outline(checkpoint).vision is not None

@@ -120,5 +120,5 @@ def seed_of(params: SamplingParams, seeds: random.Random) -> int:
 
 
 def _wrap(seed: int) -> int:
-    """Into int64."""
+    """A seed brought into the range of int64."""
     return (seed + 2**63) % 2**64 - 2**63

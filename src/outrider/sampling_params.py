@@ -218,7 +218,7 @@ class SamplingParams:
             _check_range(f"logit_bias[{token}]", bias, *BOUNDS["logit_bias"])
 
     def _fill_in(self) -> None:
-        """None becomes the default; lists become its own."""
+        """Gives fields that are None their defaults, and copies lists."""
         for name, default in _DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
@@ -242,7 +242,7 @@ class SamplingParams:
         return cls(**given)
 
     def clone(self) -> SamplingParams:
-        """As they are now, checked again: anything may have been set."""
+        """A copy of the params as they are now, checked again: anything may have been set."""
         return replace(self)
 
     @property

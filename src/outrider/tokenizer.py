@@ -85,7 +85,7 @@ class Tokenizer:
         return sources.get("tool_use" if tools and "tool_use" in sources else "default")
 
     def use_template(self, source: str) -> None:
-        """Instead of those that it came with."""
+        """Uses this chat template instead of those that the tokenizer came with."""
         self._chat = ChatTemplates({"default": source}, self._special_tokens, self._chat.origin)
 
     def special_id(self, text: str) -> int | None:
@@ -163,7 +163,7 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def fingerprint(self) -> str:
-        """The same for two tokenizers whose ids mean the same tokens."""
+        """A hash that is the same for two tokenizers whose ids mean the same tokens."""
         return self._fingerprint
 
     @cached_property

@@ -53,7 +53,7 @@ def _end_with_starter(directory: str) -> None:
 
 
 def serve(team: Team, device: str) -> None:
-    """One engine after another."""
+    """Serves one engine after another as a rank of it."""
     while True:
         message, _ = team.channel.receive()
         if message["do"] == "end":

@@ -44,7 +44,7 @@ class Truth:
         self.tolerance = 0.0 if same_bits else LOGPROB_TOLERANCE[self.llm.target.embed.weight.dtype]
 
     def answers(self, asked: WorldRequest) -> list[Request]:
-        """One for each of the n."""
+        """The answers to one request: one for each of its n."""
         requests = self.llm.requests_for(list(asked.prompt), asked.params, asked.number)
         for request in requests:
             self.llm.engine.add(request)

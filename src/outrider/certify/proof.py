@@ -271,7 +271,7 @@ def certify(
 def certify_config(
     config: EngineConfig, choice: PromptChoice, effort: ProofEffort = FULL, progress: Progress | None = None
 ) -> Certificate:
-    """The same for an engine of which everything was chosen."""
+    """certify() for an engine of which everything was chosen."""
     begin = time.perf_counter()
     assert config.speculative is not None, "a proof needs a drafter"
     vocabulary = PromptVocabulary.of(config.model)

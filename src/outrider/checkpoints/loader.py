@@ -167,7 +167,7 @@ def keeps_few_bits(checkpoint: Checkpoint, device: torch.device, kind: Kind | No
 def _as_stored(
     parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight, *, tiled: bool
 ) -> Packed | Quantised | None:
-    """None where the tensors are not all quantised, or have no common form."""
+    """The tensors of a weight as they are stored; None where not all are quantised, or they have no common form."""
     if weight.combine is not None:
         return None
     if isinstance(checkpoint, GgufCheckpoint):
@@ -188,7 +188,7 @@ def _as_stored(
 
 
 def _keep(parameter: nn.Parameter, form: Packed | Quantised | None, kept: KeptBlocks) -> bool:
-    """Instead of the parameter's own memory."""
+    """Keeps a matrix in its packed form instead of the parameter's own memory."""
     if form is None:
         return False
     kept[parameter] = form

@@ -83,7 +83,7 @@ def examine(
 def examine_config(
     config: EngineConfig, choice: PromptChoice, effort: DoctorEffort = FULL, progress: Progress | None = None
 ) -> Diagnosis:
-    """The same for an engine of which everything was chosen."""
+    """examine() for an engine of which everything was chosen."""
     begin = time.perf_counter()
     assert config.speculative is not None, "an examination needs a drafter"
     vocabulary = PromptVocabulary.of(config.model)

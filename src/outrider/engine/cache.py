@@ -24,7 +24,7 @@ NUM_MISSABLE = 64  # rows of a request that a drafter may miss before it must be
 class CacheShape:
     num_pages: int
     page_size: int
-    num_slots: int  # one of them, the last, belongs to nobody
+    num_slots: int  # the last of them is the null slot, which belongs to no request
     max_len: int  # the longest a request may grow, drafts included
     num_taps: int
     hidden_size: int

@@ -213,7 +213,7 @@ class Engine:
         return True
 
     def _logits_of(self, states: Tensor) -> Tensor:
-        """Of hidden states [R, H], all [R, V]."""
+        """The logits [R, V] of hidden states [R, H], of the whole vocabulary."""
         if self.orders is not None:
             self.orders.logits(states)
         return self.parts.logits_of(states)

@@ -60,7 +60,7 @@ class LaunchedRanks:
             raise RankLostError("a rank has ended, or a step broke off: the engine cannot go on") from error
 
     def on_lost(self, hear: Callable[[RankLostError], None]) -> None:
-        """That is noticed in the next step."""
+        """A rank that is lost is noticed in the next step."""
 
     def end(self) -> None:
         with suppress(RuntimeError):  # they have ended already

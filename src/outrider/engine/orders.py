@@ -67,7 +67,7 @@ class Orders:
         self._send(do="finish", number=number, said=said_at, gathers=gathers, draft_width=draft_width)
 
     def logits(self, states: Tensor) -> None:
-        """Those of hidden states [R, H] are wanted whole."""
+        """Tells all ranks that logits of hidden states [R, H] are wanted, of the whole vocabulary."""
         self._send(do="logits", states=self._attach(states))
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Orders:
         return {"tensors": self._attach(images.indices, images.features, *positions), "spans": images.spans}
 
     def _attach(self, *tensors: Tensor) -> list[int]:
-        """Where they are among a message's tensors."""
+        """Adds tensors to a message: where they are among the message's tensors."""
         self._tensors += tensors
         return list(range(len(self._tensors) - len(tensors), len(self._tensors)))
 
@@ -104,12 +104,12 @@ class Orders:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: many ids are held as an array."""
+    """A value as JSON has it: many ids are held as an array."""
     return list(value) if isinstance(value, array) else value
 
 
 def placing_of(order: dict[str, Any], tensors: Sequence[Tensor]) -> Placing:
-    """As it was on rank 0, as far as the device is told of it."""
+    """A Placing as it was on rank 0, as far as the device is told of it."""
     return Placing(
         admitted=[(_request(each, tensors), each["reused"]) for each in order["admitted"]],
         places=[(slot, place, page) for slot, place, page in order["places"]],

@@ -77,7 +77,7 @@ class Residence:
     marks: Marks = field(default_factory=Marks)  # where snapshots of recurrent states are taken
 
     def leave(self) -> None:
-        """All of it is as at first: nothing of this stay reaches the next one."""
+        """The request gives up its slot and pages: nothing of this stay reaches the next one."""
         vars(self).update(vars(Residence()))
 
 

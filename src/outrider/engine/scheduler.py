@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def next_in_line(self) -> list[Request]:
-        """Those of the waiting that there are slots for."""
+        """Waiting requests that there are slots for."""
         return list(itertools.islice(self.waiting, len(self._free_slots)))
 
     # planning

@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Team:
-    """As one rank sees it."""
+    """The ranks of one engine, as one of them sees them."""
 
     world: Ranks
     channel: Channel

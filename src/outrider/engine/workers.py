@@ -79,7 +79,7 @@ class Workers:
             time.sleep(POLL_SECONDS)
 
     def open(self, config: EngineConfig) -> None:
-        """They open the same models."""
+        """Tells the ranks to open the same models."""
         self.team.channel.send({"do": "open", "config": config_to_json(config)})
 
     # how it goes on, and ends
@@ -139,7 +139,7 @@ class Workers:
             hear(self._error)
 
     def end(self) -> None:
-        """All of them, whatever they do."""
+        """Ends the processes of all ranks, whatever they do."""
         self._is_ending = True
         if hasattr(self, "team") and self._lost is None:
             with suppress(RuntimeError):  # one has ended already
@@ -202,7 +202,7 @@ def take_workers(config: EngineConfig) -> Workers | LaunchedRanks:
 
 
 def return_workers(workers: Workers | LaunchedRanks) -> None:
-    """They are not needed any more."""
+    """Gives processes of ranks back that are not needed any more."""
     if isinstance(workers, LaunchedRanks):
         return
     if _kept is not None and workers._lost is None and workers.sizes not in _kept:

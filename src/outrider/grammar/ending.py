@@ -55,7 +55,7 @@ class JsonEnding:
         return replace(countdown, left=countdown.left - 1)
 
     def after(self, token: int, countdown: Countdown, matcher: xgrammar.GrammarMatcher) -> Countdown:
-        """After a token of the JSON text, which the matcher has taken."""
+        """The countdown after a token of the JSON text, which the matcher has taken."""
         left = countdown.left - 1
         if countdown.way is not None:
             return replace(countdown, left=left, way=countdown.way[1:])

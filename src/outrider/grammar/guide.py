@@ -261,7 +261,7 @@ class Guide:
         return not mask_of(self._matcher, self._vocabulary.num_words).any()
 
     def _mask(self) -> Tensor | Unfilled | None:
-        """None: all is allowed."""
+        """The mask of tokens that the grammar allows next; None: all are allowed."""
         place = self._place
         way = place.countdown.way if place.countdown is not None else None
         if way is not None:

@@ -45,7 +45,7 @@ def gated_activation(config: Mapping[str, Any]) -> Activation:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """As the config gives them, for each kind of layer."""
+    """Rotary settings as the config gives them, for each kind of layer."""
     given = config.get("rope_parameters") or {}
     unknown = given.keys() - {FULL, SLIDING}
     if unknown:

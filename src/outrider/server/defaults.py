@@ -28,7 +28,7 @@ class ServerDefaults:
 
     @property
     def max_tokens(self) -> int | None:
-        """Of an answer in a chat; None: until the context is full."""
+        """Tokens of an answer in a chat; None: until the context is full."""
         found = self.settings.get(MAX_TOKENS)
         return None if found is None else int(found)
 

@@ -78,11 +78,11 @@ class EngineClient:
     # life
 
     def start(self) -> None:
-        """On the event loop that it will live on."""
+        """Begins to read from the engine, on the event loop that it will live on."""
         asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
 
     def drain(self) -> None:
-        """No new jobs; those that are here go on."""
+        """Takes no new jobs; those that are here go on."""
         self.draining = True
 
     def stop(self) -> None:
@@ -103,7 +103,7 @@ class EngineClient:
 
     @property
     def is_dead(self) -> bool:
-        """It has ended, and not because it was told to."""
+        """Whether the engine has ended, and not because it was told to."""
         return self._death is not None
 
     @property
@@ -201,7 +201,7 @@ class EngineClient:
     # what the engine says
 
     def _read(self) -> None:
-        """All that is there: what has queued up for a stream is then sent together."""
+        """Reads all messages that are there: what has queued up for a stream is then sent together."""
         try:
             for message in self._link.take():
                 self._handle(message)

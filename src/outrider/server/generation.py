@@ -274,7 +274,7 @@ def metrics_of(speculations: Sequence[Speculation]) -> dict[str, Any] | None:
 
 
 def prompt_logprobs_of(body: Generation, made: Piece) -> dict[str, Any]:
-    """In vLLM's shape, and only for those who asked; the first token has none."""
+    """Log-probabilities of a prompt in vLLM's shape, for those who asked; the first token has none."""
     if body.prompt_logprobs is None:
         return {}
     return {"prompt_logprobs": [None, *map(_described, made.prompt_rows())]}

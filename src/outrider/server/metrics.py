@@ -19,7 +19,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Metrics:
-    """Of the engine. Written by the thread that runs it, read by any."""
+    """Figures of the engine. Written by the thread that runs it, read by any."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -143,7 +143,7 @@ class Metrics:
         self._generated.add(count)
 
     def drafted(self, progress: Progress) -> None:
-        """One round of one sequence that had a draft."""
+        """Counts one round of one sequence that had a draft."""
         num_drafted, num_accepted = progress.num_drafted, progress.num_accepted
         self._drafts.add(1)
         self._draft_tokens.add(num_drafted)

@@ -59,7 +59,7 @@ class Histogram:
 
 
 class Tally(Collector):
-    """All of them, for one model. One thread counts, any may ask."""
+    """All figures of one model. One thread counts, any may ask."""
 
     def __init__(self, model: str) -> None:
         self._model = model

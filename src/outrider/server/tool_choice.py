@@ -32,7 +32,7 @@ def reading_of(tokenizer: Tokenizer | None, parsers: ParserNames, body: ChatRequ
 
 
 def marks_of(parsers: ParserNames) -> list[str]:
-    """All texts that the parsers look for."""
+    """Every text that the parsers of an answer look for."""
     tools = tool_parsers[parsers.tools].marks if parsers.tools is not None else ()
     reasoning = reasoning_parsers[parsers.reasoning].marks() if parsers.reasoning is not None else ()
     return [*tools, *reasoning]

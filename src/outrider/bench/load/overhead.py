@@ -29,7 +29,7 @@ WANTED = 0.9
 
 @dataclass(frozen=True)
 class OverheadRun:
-    """All prompts, answered once."""
+    """One run of the overhead benchmark: all prompts, answered once."""
 
     seconds: float
     texts: list[str]

@@ -59,7 +59,7 @@ class Load:
         return [source.expovariate(1 / self.think_seconds) for _ in range(self.num_prompts)]
 
     def choose(self, prompts: Sequence[PromptText]) -> list[PromptText]:
-        """All of them in an order of this seed's, and again, until there are enough."""
+        """As many prompts as there are requests: all of them in an order of this seed's, again and again."""
         source, chosen = random.Random(self.seed), list[PromptText]()
         while len(chosen) < self.num_prompts:
             chosen += source.sample(list(prompts), len(prompts))

@@ -119,7 +119,7 @@ def summarise(outcome: LoadOutcome, goals: Mapping[str, float]) -> Summary:
 
 
 def to_dict(summary: Summary, outcome: LoadOutcome, load: Load, goals: Mapping[str, float]) -> dict[str, Any]:
-    """In the names of vLLM's result files, where they have the figure."""
+    """The result as JSON, in the names of vLLM's result files where they have the figure."""
     seconds = summary.seconds or float("inf")
     asking = outcome.asking
     report: dict[str, Any] = {

@@ -19,7 +19,7 @@ MIN_REQUESTS, REQUESTS_OF_A_CLIENT, REQUESTS_AT_A_RATE = 16, 3, 64
 
 @dataclass(frozen=True)
 class Level:
-    """So many clients, or so many requests a second."""
+    """A level of load: so many clients, or so many requests a second."""
 
     clients: int | None
     rate: float | None = None
@@ -60,7 +60,7 @@ class TrafficPlan:
         return max(self.num_requests(level) for level in self.levels)
 
     def load(self, level: Level, run: int) -> Load:
-        """The same for both sides; every run has arrivals of its own."""
+        """The load of a run: the same for both sides; every run has arrivals of its own."""
         think = self.think_seconds if level.clients is not None else 0.0
         return Load(self.num_requests(level), 0, level.clients, level.rate, self.seed + run, think)
 
