@@ -138,7 +138,7 @@ class Blocks:
         return values.flatten(-2)[..., :num_columns].contiguous()
 
     def quantised(self) -> Quantised | None:
-        """As kernels compute with it; None where they know no such form."""
+        """The weight as kernels compute with it; None where they know no such form."""
         found = self._numbers()
         num_columns, columns = self.values.shape[-1], self.size[1]
         if found is None or self.values.ndim != 2 or not is_packable(num_columns, columns, found[0]):
@@ -155,7 +155,7 @@ class Blocks:
         return pack_numbers(kind, numbers[:, order], scale, offset, order)
 
     def _numbers(self) -> tuple[Kind, Tensor, int] | None:
-        """Their kind, one a byte, and what was taken off each of them."""
+        """The numbers of the weight: their kind, one a byte, and what was taken off each of them."""
         values = self.values
         if values.dtype == torch.float8_e4m3fn:
             return Kind.FP8, values.view(torch.uint8), 0

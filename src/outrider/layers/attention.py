@@ -26,7 +26,7 @@ class AttentionShape:
     window: int = 0
     scale: float | None = None  # None: head_dim ** -0.5
     softcap: float = 0.0
-    both_ways: bool = False  # within an image a row sees what comes after it too
+    bidirectional: bool = False  # within an image a row sees what comes after it too
     qkv_bias: bool = False
     output_bias: bool = False
     head_norm_eps: float | None = None  # RMSNorm of every query and key head
@@ -48,7 +48,7 @@ class AttentionShape:
     @property
     def is_plain(self) -> bool:
         """Whether the fused native block can compute it."""
-        return not (self.softcap or self.both_ways or self.sinks)
+        return not (self.softcap or self.bidirectional or self.sinks)
 
 
 class SelfAttention(CachedLayer):
@@ -64,7 +64,7 @@ class SelfAttention(CachedLayer):
         self.rotary = rotary
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         self.options = AttentionOptions(
-            scale=scale, window=shape.window, softcap=shape.softcap, both_ways=shape.both_ways
+            scale=scale, window=shape.window, softcap=shape.softcap, bidirectional=shape.bidirectional
         )
         queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
         self.qkv = Linear(shape.input_size or shape.hidden_size, queries + keys + keys, bias=shape.qkv_bias)

@@ -18,7 +18,7 @@ from outrider.server.serve_options import FileOptions, HttpOptions
 from outrider.startup import importing
 
 if TYPE_CHECKING:
-    from outrider.server.defaults import Defaults
+    from outrider.server.defaults import ServerDefaults
     from outrider.server.engine_host import ProcessHost
     from outrider.server.protocol import Located, Opened
     from outrider.tokenizer import Tokenizer
@@ -180,7 +180,7 @@ def serve_command(
     with importing():
         try:
             from outrider.server.app import Application
-            from outrider.server.engine_client import EngineClient, Limits
+            from outrider.server.engine_client import EngineClient, QueueLimits
             from outrider.server.engine_host import Opening, ProcessHost
             from outrider.server.parsers import ParserNames, choose
             from outrider.server.security import access_for
@@ -202,7 +202,7 @@ def serve_command(
         model, tokenizer, defaults = _opened(host, consoles, files)
         if template is not None and tokenizer is not None:
             tokenizer.use_template(template)
-        limits = Limits(
+        limits = QueueLimits(
             limit_options.max_queue, deadline=limit_options.request_timeout, stall=limit_options.stall_timeout
         )
         log_to_stderr(*(["uvicorn"] if http.uvicorn_log_level is not None else []))
@@ -241,12 +241,14 @@ def serve_command(
             raise SystemExit(1)
 
 
-def _opened(host: ProcessHost, consoles: Consoles, files: FileOptions) -> tuple[Opened, Tokenizer | None, Defaults]:
+def _opened(
+    host: ProcessHost, consoles: Consoles, files: FileOptions
+) -> tuple[Opened, Tokenizer | None, ServerDefaults]:
     """What the front needs: the tokenizer is read here while the weights are read there."""
     from outrider.checkpoints.gguf_tokenizer import tokenizer_at
     from outrider.server.defaults import chosen_defaults
 
-    found: list[tuple[Tokenizer | None, Defaults]] = []
+    found: list[tuple[Tokenizer | None, ServerDefaults]] = []
 
     def read(files_are: Located) -> None:
         path = Path(files_are.path)

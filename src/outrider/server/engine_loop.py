@@ -39,9 +39,9 @@ from outrider.server.protocol import (
     AskMetrics,
     Brought,
     Died,
+    JobRefused,
     MetricsText,
     Opened,
-    Refused,
     Stop,
     Submit,
 )
@@ -157,7 +157,7 @@ class EngineLoop:
             if task is not None:
                 self._end(task, reason)
             else:
-                self._link.send(Refused(job, reason))
+                self._link.send(JobRefused(job, reason))
 
     def _handle(self, message: _Message) -> None:
         if isinstance(message, Submit):
@@ -247,7 +247,7 @@ class EngineLoop:
             return
         if isinstance(made, ApiError):  # it never was one of the engine's
             del self._tasks[asked.job]
-            self._link.send(Refused(asked.job, made))
+            self._link.send(JobRefused(asked.job, made))
             return
         task.take(made)
         self._sequences |= {request: TaskSequence(task, index, request) for index, request in enumerate(made)}
@@ -273,7 +273,7 @@ class EngineLoop:
             if not request.finished:
                 discard(self._engine, request)
         self._close(task, reason.code or "abort")
-        self._link.send(Refused(task.job, reason))
+        self._link.send(JobRefused(task.job, reason))
 
     def _close(self, task: Task, outcome: str) -> None:
         del self._tasks[task.job]
