@@ -1,0 +1,217 @@
+"""One address in front of two servers: nothing is lost where one goes, and conversations find their pages again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from cutting import Cutting
+from running import Running, Serve, wait_for
+from test_continuation import CASES, CHAT, PROMPT, joined, same
+
+from outrider import LLM
+from outrider.server.parsers import ParserNames
+from outrider.server.router.affinity import SPREAD, Affinity, names_of
+from outrider.server.router.app import RouterApplication
+from outrider.server.router.fleet import HttpFleet
+from outrider.server.router.stream import Resumable
+from outrider.server.security import access_for
+from outrider.server.serving import Server
+
+
+@dataclass
+class Routed:
+    url: str
+    replicas: list[Cutting]
+    cuts: deque[int]
+    first: Running  # one of them, asked without the router
+
+    @property
+    def num_cut(self) -> int:
+        return sum(each.num_cut for each in self.replicas)
+
+
+@pytest.fixture(scope="module")
+def routed(serve: Serve, llm: LLM) -> Iterator[Routed]:
+    cuts: deque[int] = deque()
+    with LLM.from_config(llm.config) as other, contextlib.ExitStack() as stack:
+        parsers = ParserNames("hermes")
+        servers = [stack.enter_context(serve(parsers=parsers, other=each)) for each in (llm, other)]
+        proxies = [Cutting(server.port, cuts) for server in servers]
+        url = stack.enter_context(running_router([each.url for each in proxies]))
+        yield Routed(url, proxies, cuts, servers[0])
+        for each in proxies:
+            each.close()
+
+
+@contextlib.contextmanager
+def running_router(urls: list[str], patience: float = 10.0) -> Iterator[str]:
+    application = RouterApplication(HttpFleet(urls, patience, interval=0.05), access_for("127.0.0.1"))
+    server = Server(application, "127.0.0.1", 0, 5.0)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    wait_for(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.handle_exit(15, None)
+        server.handle_exit(15, None)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def body_of(name: str) -> tuple[str, dict[str, Any]]:
+    route, options = CASES[name]
+    return f"/v1/{route}", {**({"messages": CHAT} if "chat" in route else {"prompt": PROMPT}), **options}
+
+
+def stream_of(url: str, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    answer = httpx.post(url + route, json={**body, **options}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("name", ["stop", "logprobs", "several", "chat"])
+def test_a_stream_that_breaks_goes_on_elsewhere(routed: Routed, name: str) -> None:
+    """Wherever it breaks: among headers, inside an event, twice."""
+    route, body = body_of(name)
+    undisturbed = stream_of(routed.first.url, route, body)
+    num_answers = 1 + max(choice["index"] for chunk in undisturbed for choice in chunk["choices"])
+    size = sum(len(json.dumps(chunk)) for chunk in undisturbed)
+    for cuts in ([40], [size // 3], [size // 2, size // 4]):
+        before = routed.num_cut
+        routed.cuts.extend(cuts)
+        wait_for(lambda: httpx.get(f"{routed.url}/health").json()["replicas"] == 2)
+        chunks = stream_of(routed.url, route, body)
+        routed.cuts.clear()
+        assert routed.num_cut > before
+        for index in range(num_answers):
+            same(joined(chunks, index), joined(undisturbed, index))
+        assert chunks[-1]["usage"]["completion_tokens"] == undisturbed[-1]["usage"]["completion_tokens"]
+        assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1, "it is one stream"
+        assert not any("token_ids" in choice for chunk in chunks for choice in chunk["choices"])
+
+
+def test_a_stream_without_a_seed_goes_on_as_it_was(routed: Routed) -> None:
+    body = {"prompt": PROMPT, "temperature": 1.0, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
+    routed.cuts.append(2500)
+    before = routed.num_cut
+    chunks = stream_of(routed.url, "/v1/completions", body)
+    assert routed.num_cut == before + 1
+    told = joined(chunks, 0)
+    assert len(told["tokens"]) == 40
+    assert told["text"] == routed.first.llm.tokenizer.decode(told["tokens"])[: len(told["text"])]
+
+
+def test_whole_answers_are_asked_for_again(routed: Routed) -> None:
+    client = openai.OpenAI(base_url=f"{routed.url}/v1", api_key="none", max_retries=0, timeout=30)
+    asked: Any = {"model": "default", "messages": CHAT, "temperature": 0, "max_tokens": 20}
+    expected = client.chat.completions.create(**asked).choices[0].message.content
+    wait_for(lambda: httpx.get(f"{routed.url}/health").json()["replicas"] == 2)
+    routed.cuts.extend([60, 400])
+    before = routed.num_cut
+    assert client.chat.completions.create(**asked).choices[0].message.content == expected
+    assert routed.num_cut == before + 2
+    assert "outrider:router_lost_total" in httpx.get(f"{routed.url}/metrics").text
+
+
+def test_what_ends_replica_after_replica_is_given_up(routed: Routed) -> None:
+    routed.cuts.extend([40] * 3)
+    answer = httpx.post(f"{routed.url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}, timeout=30)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "replica_lost")
+    assert not routed.cuts
+
+
+def test_errors_and_other_routes_are_passed_on(routed: Routed) -> None:
+    wait_for(lambda: httpx.get(f"{routed.url}/health").json()["replicas"] == 2)
+    assert httpx.get(f"{routed.url}/v1/models").json()["data"][0]["id"] == "default"
+    for body in ({"prompt": PROMPT, "wibble": 1}, {"prompt": PROMPT, "stream": True, "wibble": 1}, [1]):
+        direct, answer = (httpx.post(f"{url}/v1/completions", json=body) for url in (routed.first.url, routed.url))
+        assert (answer.status_code, answer.json()) == (direct.status_code, direct.json())
+        assert answer.headers["x-request-id"]
+    assert httpx.post(f"{routed.url}/v1/completions", content=b"{").status_code == 400
+    assert httpx.get(f"{routed.url}/v1/models", headers={"Host": "evil.example"}).status_code == 403
+    with running_router(["http://127.0.0.1:9"], patience=0.1) as alone:
+        assert httpx.get(f"{alone}/health/ready").status_code == 503
+        answer = httpx.post(f"{alone}/v1/completions", json={"prompt": PROMPT})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+
+
+def talk(url: str, number: int) -> list[int]:
+    """A chat of two turns: cached tokens of each prompt."""
+    messages, cached = [], []
+    for turn in range(2):
+        messages.append({"role": "user", "content": f"Tell me about animal {number}, part {turn}, in some words."})
+        body = {"messages": messages, "temperature": 0, "max_tokens": 6}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    return cached
+
+
+def test_chats_find_their_pages_again(routed: Routed) -> None:
+    wait_for(lambda: httpx.get(f"{routed.url}/health").json()["replicas"] == 2)
+    counts = [each.num_asked for each in routed.replicas]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda number: talk(routed.url, 100 + number), range(8)))
+        alone = list(pool.map(lambda number: talk(routed.first.url, 300 + number), range(8)))
+    assert sum(map(sum, found)) >= 0.9 * sum(map(sum, alone)) > 0
+    shares = [each.num_asked - before for each, before in zip(routed.replicas, counts, strict=True)]
+    assert min(shares) >= 5, f"both are at work: {shares}"
+
+
+# without servers
+
+
+def chat(*texts: str, **more: Any) -> list[bytes]:
+    return names_of({"messages": [{"role": "user", "content": text} for text in texts], **more})
+
+
+def test_a_prompt_goes_where_most_of_it_is_known() -> None:
+    affinity = Affinity()
+    affinity.sent("a", chat("hello"))
+    affinity.sent("b", chat("good morning " * 20))
+    for replica in "ab":
+        affinity.ended(replica)
+    assert affinity.ranked(chat("hello", "and more"), "ab") == ["a", "b"]
+    assert affinity.ranked(chat("good morning " * 20, "x"), "ab") == ["b", "a"]
+    assert affinity.ranked(chat("something new"), "ab") == ["a", "b"], "the one that has seen less"
+    assert affinity.ranked(chat("good morning " * 20, cache_salt="mine"), "ab") == ["a", "b"], "shares nothing"
+    for _ in range(SPREAD + 1):
+        affinity.sent("b", [])
+    assert affinity.ranked(chat("good morning " * 20, "x"), "ab") == ["a", "b"], "too busy"
+    affinity.forget("b")
+    for _ in range(SPREAD + 1):
+        affinity.ended("b")
+    assert affinity.ranked(chat("good morning " * 20, "x"), "ab") == ["b", "a"], "knows nothing now, and is as idle"
+
+
+def test_what_belongs_together_is_passed_on_together() -> None:
+    """Several chunks may stand for the same tokens: a client that had some of them would get the others twice."""
+
+    def chunk(delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+        return {"id": "1", "created": 2, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **more}]}
+
+    stream = Resumable({"messages": [], "stream": True}, seed=7)
+    assert list(stream.take(chunk({"role": "assistant"}))) == [chunk({"role": "assistant"})]
+    assert json.loads(stream.body) == {"messages": [], "stream": True, "return_token_ids": True, "seed": 7}
+    assert list(stream.take(chunk({"content": "a"}, token_ids=[3, 4], num_chunks=2))) == []
+    assert "continuation" not in json.loads(stream.body)
+    stream.begin_again()
+    assert list(stream.take(chunk({"role": "assistant"}))) == []
+    assert list(stream.take(chunk({"content": "a"}, token_ids=[3, 4], num_chunks=2))) == []
+    assert list(stream.take(chunk({"tool_calls": []}))) == [chunk({"content": "a"}), chunk({"tool_calls": []})]
+    assert list(stream.take(chunk({}, token_ids=[5]))) == [], "part of a character"
+    assert json.loads(stream.body)["continuation"] == [[3, 4, 5]]
