@@ -176,7 +176,11 @@ def test_chats_find_their_pages_again(routed: Routed) -> None:
 
 
 def chat(*texts: str, **more: Any) -> list[bytes]:
-    return names_of({"messages": [{"role": "user", "content": text} for text in texts], **more})
+    """The user's messages in turn, each with an answer that is written down in some way."""
+    said = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": text, "n": len(texts)}] for text in texts
+    ]
+    return names_of({"messages": [message for pair in said for message in pair], **more})
 
 
 def test_a_prompt_goes_where_most_of_it_is_known() -> None:

@@ -15,7 +15,8 @@ import orjson
 PART = 64  # bytes of a text, at most
 MAX_PARTS = 1024  # of a prompt: those who agree so far will find enough in common
 MAX_NAMES = 2**17  # that are remembered of a replica
-SPREAD = 4  # requests more than the least busy one has, for which a replica that knows a whole prompt is passed over
+ENOUGH = 0.2  # share of a prompt that must be known somewhere, or it may go anywhere
+SPREAD = 4  # requests more than the least busy one has, or half of those: then the one that knows a prompt is left
 _FRAME = ("model", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort", "instructions", "cache_salt")
 
 
@@ -39,6 +40,7 @@ def _parts(body: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def _texts(body: Mapping[str, Any]) -> Iterator[bytes]:
+    """Without what the model itself has said: that follows from the rest, and clients write it in many ways."""
     for holder in ("messages", "input", "prompt"):
         given = body.get(holder)
         if isinstance(given, str):
@@ -47,7 +49,13 @@ def _texts(body: Mapping[str, Any]) -> Iterator[bytes]:
             if given and isinstance(given[0], int):
                 yield orjson.dumps(given)
             else:
-                yield from (orjson.dumps(each, option=orjson.OPT_SORT_KEYS) for each in given)
+                yield from (orjson.dumps(each, option=orjson.OPT_SORT_KEYS) for each in given if not _is_answer(each))
+
+
+def _is_answer(message: Any) -> bool:
+    if not isinstance(message, Mapping):
+        return False
+    return message.get("role") == "assistant" or message.get("type") in ("function_call", "reasoning")
 
 
 @dataclass
@@ -68,11 +76,13 @@ class Affinity:
         with self._lock:
             known = {each: self._replicas.get(each) or _Known() for each in replicas}
             least = min((each.num_requests for each in known.values()), default=0)
+            shares = {name: _num_known(each.names, names) / max(len(names), 1) for name, each in known.items()}
+            most = max(shares.values(), default=0.0)
 
             def cost(name: str) -> tuple[float, int, str]:
                 seen = known[name]
-                share = _num_known(seen.names, names) / len(names) if names else 0.0
-                return (seen.num_requests - least) / SPREAD - share, len(seen.names), name
+                excess = (seen.num_requests - least) / max(SPREAD, least / 2)
+                return excess - (shares[name] / most if most >= ENOUGH else 0.0), len(seen.names), name
 
             return sorted(known, key=cost)
 

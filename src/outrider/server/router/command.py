@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from socket import socket
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
@@ -13,9 +13,9 @@ from outrider.commands import option
 from outrider.console import open_consoles, show_note
 from outrider.extras import extra_missing
 from outrider.server.address import port_of, taken
-from outrider.server.command import AccessOptions, Drain
+from outrider.server.command import AccessOptions, Drain, Plan, settled_access, url_of
 from outrider.server.log import log, log_to_stderr
-from outrider.server.serve_options import HttpOptions
+from outrider.server.serve_options import HttpOptions, RayOptions
 from outrider.startup import importing
 
 if TYPE_CHECKING:
@@ -57,31 +57,40 @@ def route_command(
     for url in urls:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ValueError(f"{url} is no address of a server: write it as http://host:8000")
-    run_router(HttpFleet(urls, patience), access, http, max_requests, shutdown_timeout)
+    with taken(access.host, access.port) as sockets:
+        run_router(HttpFleet(urls, patience), sockets, access, http, max_requests, shutdown_timeout)
 
 
-def run_router(fleet: Fleet, given: AccessOptions, http: HttpOptions, max_requests: int, drain: float) -> None:
+def serve_on_ray(plan: Plan, ray: RayOptions, access: AccessOptions, http: HttpOptions) -> None:
+    """Replicas of a server on a Ray cluster, and the router in front of them here."""
+    with importing():
+        try:
+            from outrider.server.router.cluster import RayFleet, deployed
+        except ImportError as error:
+            raise extra_missing("outrider serve --ray", "ray", error) from error
+    drain = plan.limits.shutdown_timeout
+    with taken(access.host, access.port) as sockets, deployed(plan, ray.checked()) as handle:
+        fleet = RayFleet(handle, plan.limits.request_timeout)
+        run_router(fleet, sockets, access, http, 1024 * ray.replicas[1], drain)
+
+
+def run_router(
+    fleet: Fleet, sockets: list[socket], given: AccessOptions, http: HttpOptions, max_requests: int, drain: float
+) -> None:
     """Until it is told to end."""
     from outrider.server.router.app import RouterApplication
-    from outrider.server.security import access_for
     from outrider.server.serving import Server
 
-    origins = [*(given.allowed_origin or []), *http.checked().origins()]
-    allowed = (given.api_key or [], given.allowed_host or [], origins)
-    access = replace(access_for(given.host, *allowed, given.max_body * 2**20), pace=given.pace / 1000)
     log_to_stderr(*(["uvicorn"] if http.uvicorn_log_level is not None else []))
-    with taken(given.host, given.port) as sockets:
-        application = RouterApplication(fleet, access, max_requests, http.root_path)
-        port = port_of(sockets)
-        host_name = f"[{given.host}]" if ":" in given.host else given.host
-        url = f"{'https' if http.is_secure else 'http'}://{host_name}:{port}"
+    application = RouterApplication(fleet, settled_access(given, http), max_requests, http.root_path)
+    port = port_of(sockets)
+    url = url_of(given, http, port)
 
-        def on_listening() -> None:
-            log("listening", host=given.host, port=port, replicas=fleet.num_ready)
-            with suppress(OSError):
-                show_note(open_consoles().about, f"{fleet.num_ready} replicas at {url}/v1")
+    def on_listening() -> None:
+        log("listening", host=given.host, port=port, replicas=fleet.num_ready)
+        with suppress(OSError):
+            show_note(open_consoles().about, f"{fleet.num_ready} replicas at {url}/v1")
 
-        Server(application, given.host, port, drain, on_listening=on_listening, **http.of_uvicorn()).run(
-            sockets=sockets
-        )
-        log("ended")
+    settings = {"on_listening": on_listening, **http.of_uvicorn()}
+    Server(application, given.host, port, drain, **settings).run(sockets=sockets)
+    log("ended")
