@@ -51,10 +51,15 @@ def test_two_processes_say_what_one_says_and_one_that_dies_ends_both() -> None:
             LLM(tensor_parallel_size=2, max_model_len=10**7)
         llm = LLM(tensor_parallel_size=2)
         assert pids(llm) == first, "they were kept, also by one that could not be opened"
+        directory = llm.engine.workers._directory.name
+        assert os.path.exists(directory)
+        begin = time.monotonic()
         killed = threading.Timer(0.3, os.kill, (first[0], signal.SIGKILL))
         killed.start()
         with pytest.raises(RankLostError, match=r"rank 1 \(process \d+\) was ended by SIGKILL"):
             llm.generate(["The dog"] * 4, LONG)
+        assert time.monotonic() - begin < 5
+        assert not os.path.exists(directory), "whoever ends now leaves nothing behind"
         begin = time.monotonic()
         with pytest.raises(RankLostError, match="SIGKILL"):
             llm.generate("The dog", LONG)

@@ -135,6 +135,7 @@ class Workers:
         self._lost = why
         for process in self._processes:  # whoever waits for the one that is lost
             process.kill()
+        self._directory.cleanup()  # this process may end at once, and they cannot see to it any more
         for hear in self._heard:
             hear(self._error)
 
