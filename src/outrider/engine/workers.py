@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from outrider.config import EngineConfig, config_to_json
 from outrider.engine.launched import LaunchedRanks, launched_rank
 from outrider.engine.team import Place, RankLostError, device_for, join
+from outrider.kernels.filters import filters
 
 START_SECONDS = 120.0  # that a process has to import what it needs
 END_SECONDS = 5.0
@@ -81,6 +82,15 @@ class Workers:
     def open(self, config: EngineConfig) -> None:
         """They open the same models."""
         self.team.channel.send({"do": "open", "config": config_to_json(config)})
+
+    def check_filters(self, names: Iterable[str]) -> None:
+        """Raises ValueError for those that only this process knows."""
+        own = sorted(set(names) - filters.installed)
+        if own:
+            raise ValueError(
+                f"{', '.join(own)}: other ranks are processes of their own, and know only filters that are entry "
+                "points of a package (outrider.filters): declare it there, or start the ranks with torchrun"
+            )
 
     # how it goes on, and ends
 
