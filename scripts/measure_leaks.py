@@ -1,5 +1,5 @@
-"""Starts and stops engines of several processes, and counts what is left: processes, threads, file handles, sockets, files in
-/dev/shm and the temporary folder, memory. Every tenth is ended by killing a rank. Status 1 if anything grows.
+"""Starts and stops engines of several processes, and counts what is left: processes, threads, file handles, sockets,
+files in /dev/shm and the temporary folder, memory. Every tenth is ended by killing a rank. Status 1 if anything grows.
 
     python scripts/measure_leaks.py --starts 200
 """

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 
 from outrider import LLM, SamplingParams
@@ -33,6 +34,7 @@ def pids(llm: LLM) -> list[int]:
 
 def test_two_processes_say_what_one_says_and_one_that_dies_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(filters) == []  # entry points have been looked for
+    num_connections = len(psutil.Process().net_connections())
     params = [
         SamplingParams(max_tokens=24, temperature=0),
         SamplingParams(max_tokens=24, temperature=0.9, seed=4),
@@ -71,3 +73,4 @@ def test_two_processes_say_what_one_says_and_one_that_dies_ends_both(monkeypatch
         llm.close()
         assert time.monotonic() - begin < 5
     assert not is_alive(first[0])
+    assert len(psutil.Process().net_connections()) == num_connections, "without the garbage collector's help"

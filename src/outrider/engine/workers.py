@@ -164,6 +164,8 @@ class Workers:
                 process.wait()
             assert process.stdin is not None
             process.stdin.close()
+        self._watcher.join()
+        vars(self).pop("team", None)  # it knows us: connections and their threads would wait for the garbage collector
         self._directory.cleanup()
 
 
