@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -19,20 +20,16 @@ import psutil
 from outrider import LLM, SamplingParams
 from outrider.engine.team import RankLostError
 
-FOLDERS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-MARKS = ("outrider", "torch", "gloo", "sem.", "psm_", "pymp")  # of files that we, or what we use, might leave behind
+SHARED = Path("/dev/shm")
+MARKS = ("outrider", "torch", "gloo", "sem.", "psm_", "pymp")  # of files there that we, or what we use, might leave
 WARM = 5  # starts after which everything that is kept for good should be there
 MIB_A_START = 0.1  # memory that may come with each: allocators keep some
 
 
 def files() -> set[str]:
-    return {
-        str(path)
-        for folder in FOLDERS
-        if folder.is_dir()
-        for path in folder.iterdir()
-        if path.name.startswith(MARKS) and path.lstat().st_uid == os.getuid()
-    }
+    """The temporary folder is ours alone; of what all programs share, what may be ours."""
+    own = list(Path(tempfile.gettempdir()).iterdir())
+    return {str(path) for path in own + [path for path in SHARED.glob("*") if path.name.startswith(MARKS)]}
 
 
 def counts(known: set[str]) -> dict[str, float]:
@@ -72,6 +69,7 @@ def main() -> None:
         "tensor_parallel_size": given.tensor_parallel_size,
         "pipeline_parallel_size": given.pipeline_parallel_size,
     }
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="measure-leaks-")
     known, begin = files(), time.monotonic()
     warm: dict[str, float] = {}
     for number in range(given.starts):
@@ -82,6 +80,7 @@ def main() -> None:
             print(json.dumps({"starts": number + 1, "seconds": round(time.monotonic() - begin), **found}), flush=True)
     grown = {name: round(found[name] - warm[name], 1) for name in warm}
     print(json.dumps({"grown since start": WARM, **grown}))
+    shutil.rmtree(tempfile.gettempdir())
     allowed = {"mib": MIB_A_START * given.starts}
     raise SystemExit(int(any(value > allowed.get(name, 0) for name, value in grown.items())))
 
