@@ -22,6 +22,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         replicas = {each.replica_id.unique_id: each for each in candidate_replicas}
         if pending_request is None:
             return [list(replicas.values())]
+        pending_request.routing_context.should_backoff = True  # where none has room, it is tried again later
         _, names, avoided = pending_request.args
         wanted = [name for name in replicas if name not in avoided] or list(replicas)
         return [[replicas[name]] for name in self._affinity.ranked(names, wanted)]

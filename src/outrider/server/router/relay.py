@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from outrider.server.tally import Tally
 
 MAX_LOST = 3  # replicas that a request may see end: it may be what ends them
 BUSY = frozenset({429, 503})  # another one may have room
+ENDING_SECONDS, PAUSE = 30.0, 0.5  # in which all that are left may end and begin again, asked so often
 ENDED = frozenset({"engine_dead", "shutting_down"})  # errors in a stream that are its replica's end, not its own
 
 
@@ -116,15 +118,22 @@ class Relay:
         if self._resumable is not None:
             asked = replace(asked, body=self._resumable.body)
         busy: ApiError | None = None
+        until = time.monotonic() + ENDING_SECONDS
         while True:
             try:
                 answer = await self._fleet.ask(asked, self._names, self._avoided)
             except ApiError as error:
                 raise busy or error from None
-            if answer.status not in BUSY or len(self._avoided) >= self._fleet.num_ready - 1:
+            if answer.status not in BUSY:
                 return answer
-            self._avoided.add(answer.replica)
             busy = await _error_of(answer)
+            if len(self._avoided) < self._fleet.num_ready - 1:
+                self._avoided.add(answer.replica)
+            elif busy.code in ENDED and time.monotonic() < until:  # it will be started again
+                self._avoided.clear()
+                await asyncio.sleep(PAUSE)
+            else:
+                raise busy
 
     def _count_lost(self, error: LostError) -> None:
         self._num_lost += 1
