@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -19,10 +20,12 @@ from running import Running, Serve, wait_for
 from test_continuation import CASES, CHAT, PROMPT, joined, same
 
 from outrider import LLM
+from outrider.server.errors import ApiError
 from outrider.server.parsers import ParserNames
 from outrider.server.router.affinity import SPREAD, Affinity, names_of
 from outrider.server.router.app import RouterApplication
-from outrider.server.router.fleet import HttpFleet
+from outrider.server.router.fleet import Asked, HttpFleet
+from outrider.server.router.relay import Figures, Relay
 from outrider.server.router.stream import Resumable
 from outrider.server.security import access_for
 from outrider.server.serving import Server
@@ -219,3 +222,53 @@ def test_what_belongs_together_is_passed_on_together() -> None:
     assert list(stream.take(chunk({"tool_calls": []}))) == [chunk({"content": "a"}), chunk({"tool_calls": []})]
     assert list(stream.take(chunk({}, token_ids=[5]))) == [], "part of a character"
     assert json.loads(stream.body)["continuation"] == [[3, 4, 5]]
+
+
+@dataclass
+class Said:
+    """What a made-up replica answers."""
+
+    replica: str
+    status: int
+    code: str | None = None
+    headers: list[tuple[str, str]] = field(default_factory=lambda: [("retry-after", "7")])
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        yield json.dumps({"error": {"message": self.replica, "code": self.code}}).encode()
+
+    async def close(self) -> None:
+        pass
+
+
+class Scripted:
+    """Replicas that answer as a script says; `ask` of those that are not avoided, in turn."""
+
+    def __init__(self, num_ready: int, *script: tuple[int, str | None]) -> None:
+        self.num_ready, self.script, self.asked = num_ready, deque(script), []
+
+    async def ask(self, asked: Asked, names: Any, avoided: Any) -> Said:
+        name = next(name for name in "abc" if name not in avoided)
+        self.asked.append(name)
+        return Said(name, *self.script.popleft())
+
+
+def told(fleet: Scripted) -> tuple[int, str]:
+    relay = Relay(fleet, Asked("POST", "/v1/completions", [], b'{"prompt": "x"}'), Figures())
+    try:
+        whole = asyncio.run(relay.opened())
+        assert whole is not None
+        return whole.status, json.loads(whole.body)["error"]["message"]
+    except ApiError as error:
+        return error.status, error.message
+
+
+def test_who_is_too_busy_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.server.router.relay.PAUSE", 0.0)
+    busy, dead = (429, "queue_full"), (503, "engine_dead")
+    assert told(Scripted(2, busy, (200, None))) == (200, "b")
+    assert told(Scripted(2, busy, busy)) == (429, "b"), "all are"
+    assert told(Scripted(1, busy)) == (429, "a")
+    fleet = Scripted(2, dead, dead, dead, (200, None))
+    assert told(fleet) == (200, "b"), "one of them has begun again"
+    assert fleet.asked == ["a", "b", "a", "b"]
+    assert told(Scripted(1, (500, None))) == (500, "a"), "a fault is not tried again"
