@@ -21,7 +21,7 @@ import pytest
 from running import Running, wait_for
 from test_router import talk
 
-from outrider.bench.server_process import _free_port
+from outrider.bench.load.server_process import _free_port
 
 pytestmark = [
     pytest.mark.slow,
