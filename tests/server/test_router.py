@@ -36,7 +36,12 @@ class Routed:
     url: str
     replicas: list[Cutting]
     cuts: deque[int]
-    first: Running  # one of them, asked without the router
+    servers: list[Running]  # behind them
+
+    @property
+    def first(self) -> Running:
+        """To be asked without the router."""
+        return self.servers[0]
 
     @property
     def num_cut(self) -> int:
@@ -51,7 +56,7 @@ def routed(serve: Serve, llm: LLM) -> Iterator[Routed]:
         servers = [stack.enter_context(serve(parsers=parsers, other=each)) for each in (llm, other)]
         proxies = [Cutting(server.port, cuts) for server in servers]
         url = stack.enter_context(running_router([each.url for each in proxies]))
-        yield Routed(url, proxies, cuts, servers[0])
+        yield Routed(url, proxies, cuts, servers)
         for each in proxies:
             each.close()
 
@@ -135,6 +140,20 @@ def test_what_ends_replica_after_replica_is_given_up(routed: Routed) -> None:
     answer = httpx.post(f"{routed.url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}, timeout=30)
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "replica_lost")
     assert not routed.cuts
+
+
+def test_who_leaves_is_not_worked_for(routed: Routed) -> None:
+    wait_for(lambda: httpx.get(f"{routed.url}/health").json()["replicas"] == 2)
+    body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+    with httpx.stream("POST", f"{routed.url}/v1/completions", json={**body, "stream": True}, timeout=30) as answer:
+        next(answer.iter_bytes())
+        assert not all(each.engine.is_idle for each in routed.servers)
+    for each in routed.servers:
+        each.wait_until_idle(2.0)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{routed.url}/v1/completions", json=body, timeout=0.5)
+    for each in routed.servers:
+        each.wait_until_idle(2.0)
 
 
 def test_errors_and_other_routes_are_passed_on(routed: Routed) -> None:
