@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
@@ -26,6 +27,7 @@ from outrider.server.router.affinity import SPREAD, Affinity, names_of
 from outrider.server.router.app import RouterApplication
 from outrider.server.router.fleet import Asked, HttpFleet
 from outrider.server.router.relay import Figures, Relay
+from outrider.server.router.replay import Replayed
 from outrider.server.router.stream import Resumable
 from outrider.server.security import access_for
 from outrider.server.serving import Server
@@ -110,6 +112,42 @@ def test_a_stream_that_breaks_goes_on_elsewhere(routed: Routed, name: str) -> No
         assert chunks[-1]["usage"]["completion_tokens"] == undisturbed[-1]["usage"]["completion_tokens"]
         assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1, "it is one stream"
         assert not any("token_ids" in choice for chunk in chunks for choice in chunk["choices"])
+
+
+def test_a_response_that_breaks_goes_on_elsewhere(routed: Routed) -> None:
+    """Events and names of items are those of one response."""
+    body = {"input": "Tell me a story about a dog.", "max_output_tokens": 60, "seed": 5, "temperature": 0.9}
+    body |= {"top_logprobs": 1, "stream": True}
+
+    def events_of(url: str) -> list[dict[str, Any]]:
+        answer = httpx.post(f"{url}/v1/responses", json=body, timeout=60).text
+        return [json.loads(line.partition("data: ")[2]) for line in answer.split("\n\n") if line]
+
+    def told(events: list[dict[str, Any]]) -> Any:
+        """What a client makes of them, with names in the order in which they came."""
+        names = list(dict.fromkeys(event["item"]["id"] for event in events if "item" in event))
+        deltas = "".join(event["delta"] for event in events if "delta" in event)
+        rows = [row["token"] for event in events for row in event.get("logprobs", ()) if "delta" in event]
+        text = json.dumps([event | {"sequence_number": 0, "response": 0} for event in events if "delta" not in event])
+        for number, name in enumerate(names):
+            text = text.replace(name, f"name-{number}")
+        output = events[-1]["response"]["output"]
+        return deltas, rows, re.sub(r'("(log|top_log)probs?": )([^]]*])+|-[0-9.]+', "", text), len(output)
+
+    undisturbed = events_of(routed.first.url)
+    size = sum(len(json.dumps(event)) for event in undisturbed)
+    for cuts in ([size // 4], [size // 2, size // 3]):
+        wait_for(lambda: httpx.get(f"{routed.url}/health").json()["replicas"] == 2)
+        before = routed.num_cut
+        routed.cuts.extend(cuts)
+        events = events_of(routed.url)
+        routed.cuts.clear()
+        assert routed.num_cut > before
+        assert told(events) == told(undisturbed)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        last = events[-1]["response"]
+        assert {item["id"] for item in last["output"]} == {e["item"]["id"] for e in events if "item" in e}
+        assert len({event["response"]["id"] for event in events if "response" in event}) == 1
 
 
 def test_a_stream_without_a_seed_goes_on_as_it_was(routed: Routed) -> None:
@@ -291,3 +329,31 @@ def test_who_is_too_busy_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None
     assert told(fleet) == (200, "b"), "one of them has begun again"
     assert fleet.asked == ["a", "b", "a", "b"]
     assert told(Scripted(1, (500, None))) == (500, "a"), "a fault is not tried again"
+
+
+def test_a_call_has_the_name_that_the_client_knows() -> None:
+    """Two replicas tell of the same call, by other names and in other pieces."""
+
+    def events(name: str, *pieces: str) -> list[dict[str, Any]]:
+        item = {"type": "function_call", "id": f"fc_{name}", "call_id": f"call_{name}"}
+        kind = "response.function_call_arguments"
+        return [
+            {"type": "response.created", "response": {"id": "r", "created_at": len(name)}},
+            {"type": "response.output_item.added", "output_index": 0, "item": item},
+            *({"type": f"{kind}.delta", "output_index": 0, "item_id": item["id"], "delta": each} for each in pieces),
+            {"type": f"{kind}.done", "output_index": 0, "item_id": item["id"]},
+            {"type": "response.completed", "response": {"id": "r", "created_at": len(name), "output": [item]}},
+        ]
+
+    replayed = Replayed({"input": "x", "stream": True}, seed=3)
+    assert json.loads(replayed.body)["seed"] == 3
+    first = [each for event in events("one", "ab", "cd", "e")[:4] for each in replayed.take(event)]
+    replayed.begin_again()
+    rest = [each for event in events("other", "a", "bcde", "f") for each in replayed.take(event)]
+    told = [*first, *rest]
+    assert [event.get("delta") for event in told] == [None, None, "ab", "cd", "e", "f", None, None]
+    assert [event["sequence_number"] for event in told] == list(range(8))
+    assert told[-1]["response"] == events("one")[-1]["response"]
+    assert {event["item_id"] for event in told if "item_id" in event} == {"fc_one"}
+    assert replayed.is_last(told[-1])
+    assert not replayed.is_last(told[-2])

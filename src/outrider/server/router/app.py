@@ -14,8 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.server.errors import ApiError, internal_error, shutting_down
-from outrider.server.events import EventStream, event_stream
-from outrider.server.pacing import paced
+from outrider.server.events import event_stream
 from outrider.server.request_id import RequestIds
 from outrider.server.router.fleet import Asked, Fleet, passed_on
 from outrider.server.router.relay import Figures, Relay, Whole
@@ -103,9 +102,7 @@ class RouterApplication:
         whole = await _unless_left(request, relay)
         if whole is not None:
             return Response(whole.body, whole.status, dict(whole.headers))
-        if relay.is_resumable:
-            return event_stream(relay.chunks(), self._pace, relay.end)
-        return EventStream(paced(relay.bytes(), self._pace) if self._pace else relay.bytes(), relay.end)
+        return event_stream(relay.chunks(), self._pace, relay.end, named=path == "/v1/responses")
 
     def _health(self, path: str) -> Response:
         """Ready while a replica is; alive in any case."""

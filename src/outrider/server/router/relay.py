@@ -17,7 +17,8 @@ from outrider.server.errors import ApiError
 from outrider.server.log import log
 from outrider.server.router.affinity import names_of
 from outrider.server.router.fleet import Answer, Asked, Fleet, LostError
-from outrider.server.router.stream import DONE, Chunk, Resumable, events_of, is_resumable
+from outrider.server.router.replay import Replayed
+from outrider.server.router.stream import DONE, Chunk, Resumable, events_of
 from outrider.server.tally import Tally
 
 MAX_LOST = 3  # replicas that a request may see end: it may be what ends them
@@ -36,16 +37,14 @@ class Whole:
 
 
 class Relay:
-    """One request. `streams` once it has been `opened`, unless that brought a whole answer."""
+    """One request: first it is `opened`; if that brings no whole answer, it streams `chunks`."""
 
     def __init__(self, fleet: Fleet, asked: Asked, figures: Figures) -> None:
         self._fleet, self._asked, self._figures = fleet, asked, figures
         body = _body_of(asked)
-        self.streams = body.get("stream") is True
         owner = next((value.encode() for name, value in asked.headers if name == "authorization"), b"")
         self._names: Sequence[bytes] = names_of(body, owner) if body else ()
-        resumes = is_resumable(asked.path.partition("?")[0], body)
-        self._resumable = Resumable(body, secrets.randbits(31)) if resumes else None
+        self._stream = _stream_of(asked.path.partition("?")[0], body)
         self._avoided: set[str] = set()
         self._num_lost = 0
         self._answer: Answer | None = None
@@ -55,7 +54,7 @@ class Relay:
         while True:
             try:
                 answer = await self._ask()
-                if self.streams and answer.status == 200:
+                if self._stream is not None and answer.status == 200:
                     self._answer = answer
                     return None
                 async with _closing(answer):
@@ -65,8 +64,8 @@ class Relay:
                 self._count_lost(error)
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
-        """Of a stream of chats or completions, until it has ended. Raises ApiError."""
-        stream = self._resumable
+        """Of a stream, until it has ended. Raises ApiError."""
+        stream = self._stream
         assert stream is not None
         while True:
             try:
@@ -78,45 +77,29 @@ class Relay:
                         if event == DONE:
                             return
                         chunk = orjson.loads(event)
-                        if _is_end(chunk):
-                            raise LostError(chunk["error"]["code"])
-                        if "error" in chunk:
-                            yield chunk
-                            return
-                        for each in stream.take(chunk):
+                        error = chunk if chunk.get("type") == "error" else chunk.get("error")
+                        if error is not None and error["code"] in ENDED:
+                            raise LostError(error["code"])
+                        for each in stream.take(chunk) if error is None else [chunk]:
                             yield each
+                        if error is not None or stream.is_last(chunk):
+                            return
                 raise LostError("the stream has no end")
             except LostError as error:
                 self._count_lost(error)
                 stream.begin_again()
                 self._figures.resumed.add(1)
 
-    async def bytes(self) -> AsyncGenerator[bytes, None]:
-        """Of any other stream, as they come."""
-        answer = self._answer
-        assert answer is not None
-        async with _closing(answer):
-            try:
-                async for chunk in answer.chunks():
-                    yield chunk
-            except LostError:
-                error = {"type": "error", "code": "replica_lost", "message": "the replica has ended: ask again"}
-                yield b"event: error\ndata: %b\n\n" % orjson.dumps(error)
-
     def end(self) -> None:
         """Nobody reads any more, perhaps before the first chunk was asked for."""
         if self._answer is not None:
             self._closing = asyncio.ensure_future(self._answer.close())
 
-    @property
-    def is_resumable(self) -> bool:
-        return self._resumable is not None
-
     async def _ask(self) -> Answer:
         """An answer that is not of somebody too busy, unless all are."""
         asked = self._asked
-        if self._resumable is not None:
-            asked = replace(asked, body=self._resumable.body)
+        if self._stream is not None:
+            asked = replace(asked, body=self._stream.body)
         busy: ApiError | None = None
         until = time.monotonic() + ENDING_SECONDS
         while True:
@@ -174,9 +157,14 @@ def _body_of(asked: Asked) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def _is_end(chunk: Any) -> bool:
-    error = chunk.get("error") if isinstance(chunk, dict) else None
-    return isinstance(error, dict) and error.get("code") in ENDED
+def _stream_of(path: str, body: dict[str, Any]) -> Resumable | Replayed | None:
+    """How a stream goes on elsewhere; None where it is none."""
+    seed = secrets.randbits(31)
+    if body.get("stream") is not True:
+        return None
+    if path in ("/v1/chat/completions", "/v1/completions"):
+        return Resumable(body, seed)
+    return Replayed(body, seed) if path == "/v1/responses" else None
 
 
 async def _error_of(answer: Answer) -> ApiError:

@@ -12,10 +12,6 @@ _EXTRAS = ("token_ids", "token_texts", "draft_positions")
 DONE = b"[DONE]"
 
 
-def is_resumable(path: str, body: dict[str, Any]) -> bool:
-    return body.get("stream") is True and path in ("/v1/chat/completions", "/v1/completions")
-
-
 class Resumable:
     """A streamed request and what has come of it."""
 
@@ -46,6 +42,9 @@ class Resumable:
     def begin_again(self) -> None:
         """The next chunks are another replica's; what was held back will come again."""
         self._held, self._num_missing = [], 0
+
+    def is_last(self, chunk: Chunk) -> bool:
+        return False  # an event of its own says so
 
     def take(self, chunk: Chunk) -> Iterator[Chunk]:
         """What the client gets for a chunk. Chunks that belong to the same tokens are passed on together: so a client
