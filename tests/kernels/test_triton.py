@@ -141,14 +141,31 @@ def test_attention_shares_out_work(wanted: int, window: int, monkeypatch: pytest
         expected = attention.paged_attention_reference(q, pages, batch, options)
         found = gpu_attention.paged_attention(q, pages, keys, 0.3, window=window)
         check(found[:total], expected[:total], torch.float32)
-    (work,) = keys.memo.values()
-    assert not work.counters.any(), "whoever puts parts together leaves the counter as it was"
+    many, few = keys.memo.values()
+    assert not many.counters.any(), "whoever puts parts together leaves the counter as it was"
+    assert not few.counters.any()
+    assert {request for request, _ in parts_of(many)} == {0}, "prompts have a launch of their own"
+    assert {request for request, _ in parts_of(few)} == {1, 3}
+    longest = parts_of(few)[3, 0]
+    assert (longest > 1) is (wanted > 1 and not window)
+
+
+def parts_of(work: gpu_attention.WorkList) -> dict[tuple[int, int], int]:
+    """Of each request and block of its rows, in how many parts its keys are read."""
     items = [item for item in work.items.tolist() if item[0] >= 0]
     blocks = {(request, block): parts for request, _, _, block, _, parts, *_ in items}
     assert len(items) == sum(blocks.values())
-    assert {request for request, _ in blocks} == {0, 1, 3}
-    longest = blocks[3, 0]
-    assert (longest > 1) is (wanted > 1 and not window)
+    return blocks
+
+
+@pytest.mark.parametrize("rows", [[17, 16], [40, 1, 20, 3], [64], [16, 9]])
+@pytest.mark.parametrize(("heads", "dim"), [(2, 16), (12, 256)])
+def test_attention_of_prompts_beside_single_rows(rows: list[int], heads: int, dim: int) -> None:
+    """Whatever a request has of rows, it is in one of the launches."""
+    batch = batch_of(rows, [5 * number for number in range(len(rows))], 4, torch.float32)
+    q, pages = random(sum(rows), heads, dim), (random(60, 4, 2, dim), random(60, 4, 2, dim, seed=5))
+    wanted = attention.paged_attention_reference(q, pages, batch, attention.AttentionOptions(0.1))
+    check(gpu_attention.paged_attention(q, pages, keys_of(batch), 0.1), wanted, torch.float32)
 
 
 @pytest.mark.parametrize("first_key", [0, 1])

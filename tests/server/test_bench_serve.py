@@ -317,8 +317,16 @@ def test_arrivals_are_poisson_and_seeded() -> None:
     assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.15)  # exponential
     assert times == load.arrivals() != Load(4000, 0, None, 50.0, 8).arrivals()
     prompts = [PromptText(str(number)) for number in range(3)]
-    chosen = Load(7, 0, None, None, 1).choose(prompts)
+    chosen, others = Load(7, 0, None, None, 1).choose(prompts)
     assert set(chosen[:3]) == set(chosen[3:6]) == set(prompts)
+    assert not others
+
+
+def test_a_server_is_not_warmed_up_with_what_is_counted() -> None:
+    prompts = [PromptText(str(number)) for number in range(9)]
+    chosen, others = Load(5, 4, None, None, 1).choose(prompts)
+    assert (len(chosen), len(others)) == (5, 4)
+    assert not set(chosen) & set(others)
 
 
 def test_counters_of_other_servers() -> None:

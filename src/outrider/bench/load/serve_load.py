@@ -58,12 +58,13 @@ class Load:
         source = random.Random(f"thinking-{self.seed}")
         return [source.expovariate(1 / self.think_seconds) for _ in range(self.num_prompts)]
 
-    def choose(self, prompts: Sequence[PromptText]) -> list[PromptText]:
-        """All of them in an order of this seed's, and again, until there are enough."""
+    def choose(self, prompts: Sequence[PromptText]) -> tuple[list[PromptText], list[PromptText]]:
+        """Those that are counted, and others to warm up with, or a server would know the first ones already: all in an
+        order of this seed's, and again, until there are enough."""
         source, chosen = random.Random(self.seed), list[PromptText]()
-        while len(chosen) < self.num_prompts:
+        while len(chosen) < self.num_prompts + self.num_warm_ups:
             chosen += source.sample(list(prompts), len(prompts))
-        return chosen[: self.num_prompts]
+        return chosen[: self.num_prompts], chosen[self.num_prompts :][: self.num_warm_ups]
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,13 @@ async def run_load(
     key = client.headers.get("authorization")
     headers = {"Authorization": key} if key else {}
     async with Streams(str(client.base_url), headers, client.timeout.read or TIMEOUT) as streams:
-        asking = await settle(streams, asking, prompts[0])
-        warm = replace(load, num_prompts=load.num_warm_ups, request_rate=None)
-        await _ask_all(streams, asking, warm.choose(prompts), warm, _named(progress, "warming up"))
+        counted, others = load.choose(prompts)
+        asking = await settle(streams, asking, others[-1] if others else counted[-1])
+        warm = replace(load, request_rate=None)
+        await _ask_all(streams, asking, others, warm, _named(progress, "warming up"))
         before = await _counters(client)
         begin = time.perf_counter()
-        answers = await _ask_all(streams, asking, load.choose(prompts), load, _named(progress, "requests"))
+        answers = await _ask_all(streams, asking, counted, load, _named(progress, "requests"))
         seconds = max((answer.sent + answer.seconds for answer in answers), default=begin) - begin
         after = await _counters(client)
     return Outcome(answers, seconds, asking, drafting_from(before, after), len(set(prompts)))

@@ -75,7 +75,7 @@ class EngineSide:
 
     def run(self, prompts: Sequence[PromptText], load: Load) -> Outcome:
         forget_all(self.engine.drafter)  # or it would know the answers of the run before
-        chosen, clients = load.choose(prompts), Clients(load)
+        (chosen, _), clients = load.choose(prompts), Clients(load)
         running: dict[Request, Answered] = {}
         ended: list[tuple[Request, Answered]] = []
         begin = time.perf_counter()
