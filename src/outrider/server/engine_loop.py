@@ -19,6 +19,7 @@ from outrider.grammar.trial import NICENESS
 from outrider.lanes import Lane
 from outrider.llm import LLM
 from outrider.overload import OverloadError
+from outrider.server.continuation import resume
 from outrider.server.errors import (
     ApiError,
     bad_request,
@@ -183,10 +184,11 @@ class EngineLoop:
     # jobs come and go
 
     def _lane(self, asked: Submit) -> Lane | None:
-        """Who prepares it, where rounds would wait for that: a grammar is compiled, an image is looked at."""
+        """Who prepares it, where rounds would wait for that: a grammar is compiled, an image is looked at, tokens of
+        an answer that was begun elsewhere are read."""
         if any(isinstance(prompt, Mapping) for prompt in asked.prompts):
             return self._images
-        return self._grammars if any(params.guided is not None for params in asked.params) else None
+        return self._grammars if asked.begun or any(params.guided is not None for params in asked.params) else None
 
     def _prepare_beside(self, asked: Submit, lane: Lane) -> None:
         def done(future: Future[list[Request] | ApiError | None]) -> None:
@@ -228,7 +230,10 @@ class EngineLoop:
             for group in groups if not asked.streams else ():
                 for request in group[1:]:  # answers to one prompt: one of them brings its log-probabilities
                     request.params = replace(request.params, prompt_logprobs=None)
-            return [request for group in groups for request in group]
+            made = [request for group in groups for request in group]
+            if asked.begun:
+                resume(made, asked.begun, self._llm.max_model_len)
+            return made
         except Exception as error:
             return self._refusal(error)
 
@@ -253,7 +258,8 @@ class EngineLoop:
         self._sequences |= {request: TaskSequence(task, index, request) for index, request in enumerate(made)}
         try:
             for request in made:
-                self._engine.add(request)
+                if not request.finished:
+                    self._engine.add(request)
         except ValueError as error:
             self._end(task, bad_request(str(error), "max_tokens"))
         except Exception as error:
@@ -261,6 +267,7 @@ class EngineLoop:
         else:
             is_new = any(isinstance(prompt, Mapping) for prompt in asked.prompts)
             self._link.send(Accepted(task.job, [each.prompt for each in made[:: task.n]] if is_new else None))
+            self._tell([Progress(request) for request in made if request.finished], time.monotonic())
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -310,7 +317,7 @@ class EngineLoop:
                 continue
             self._count(sequence, progress, now)
             request = progress.request
-            if not progress.num_new:
+            if not (progress.num_new or request.finished):
                 continue
             if (sequence.task.streams or request.finished) and request.error is None:
                 pieces.append(sequence.piece().packed())
