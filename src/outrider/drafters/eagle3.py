@@ -17,12 +17,15 @@ from outrider.drafters.fresh import Fresh, Mould, Plan, Tensors, offsets
 from outrider.drafters.head import FIRST_KEY as FIRST_KEY
 from outrider.drafters.head import FeedbackDrafter, FeedbackNetwork, actual_names, layer_weights, twin, unless_same
 from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, compare, rows_of, teaching, weighed
+from outrider.kernels.chain import ChainParts, NativeChain
+from outrider.kernels.quantised import Quantised
 from outrider.layers.attention import SelfAttention
 from outrider.layers.block import DecoderBlock
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
 from outrider.layers.mla import LatentBlock
 from outrider.layers.norm import RMSNorm, side_by_side
+from outrider.layers.rotary import Rotary
 from outrider.models.base import Target
 from outrider.types import Batch, Checkpoint, Resolved, Weight
 
@@ -107,6 +110,7 @@ class Eagle3(FeedbackDrafter):
         self.taps = config.taps
         self.network = Eagle3Network(config)
         self._target = (target,)  # in a tuple: shared, not owned
+        self._chain: NativeChain | None = None
 
     @classmethod
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Eagle3:
@@ -128,6 +132,35 @@ class Eagle3(FeedbackDrafter):
         if not self.config.use_taps:  # the target's last state, as its head sees it
             taps = self._target[0].norm(taps)
         return self.network.combine(taps)
+
+    def native_chain(self) -> tuple[NativeChain, Rotary] | None:
+        """For a single plain layer, and tables that lie in memory as they are."""
+        network, config, embed = self.network, self.config, self.embed
+        block, head = network.first.block, network.head or self._target[0].head
+        if len(network.rest) or not isinstance(block, DecoderBlock) or not block.has_native():
+            return None
+        if embed.packed is not None or embed.ranks is not None or embed.scale != 1.0 or head.columns is not None:
+            return None
+        if embed.weight.shape[1] != config.hidden_size or head.softcap or config.logit_scale <= 0:
+            return None
+        assert block._native is not None
+        known = self._chain
+        if known is None or known.block is not block._native:
+            assert not isinstance(head.packed, Quantised), "that is for GPUs"
+            parts = ChainParts(
+                embedding=embed.weight.detach(),
+                embedding_norm=block.attention_norm.weight.detach(),
+                state_norm=network.first.hidden_norm.weight.detach(),
+                final_norm=network.norm.weight.detach(),
+                eps=network.norm.eps,
+                head=(head.weight.detach(), head.packed),
+                ids=self.target_ids(),
+                residual_is_normed=config.norm_before_residual,
+                head_reads_normed=config.norm_before_head,
+                feeds_normed=config.norm_output,
+            )
+            self._chain = known = NativeChain(block._native, parts)
+        return known, block.attention.rotary
 
     def target_ids(self) -> Tensor | None:
         d2t = self.network.d2t
@@ -162,7 +195,7 @@ class Eagle3(FeedbackDrafter):
         other = twin(self)
         other.config = replace(self.config, **changes)
         other.taps = other.config.taps
-        other.network = twin(self.network)
+        other.network, other._chain = twin(self.network), None
         other.network.config = other.config
         return other
 

@@ -49,10 +49,10 @@ class NativeBlock:
         self._kept = (matrices, vectors)
         self.pages = pages
         qkv, output, gate_up = (matrices[name][0] for name in ("qkv", "output", "gate_up"))
-        self.hidden_size = output.shape[0]
+        self.hidden_size, self.input_size = output.shape[0], qkv.shape[1]
         intermediate_size = gate_up.shape[0] // 2
         attention_width = qkv.shape[0] + 2 * output.shape[1]  # qkv, queries, attended values
-        self._scratch_width = 3 * self.hidden_size + max(attention_width, 3 * intermediate_size)
+        self.scratch_width = 3 * self.hidden_size + max(attention_width, 3 * intermediate_size)
         tensors = [vectors.get(name) for name in (*VECTORS, *NORMS)]
         packed = _LAYER.pack(
             *(field for name in MATRICES for field in native.matrix_fields(*matrices[name])),
@@ -73,16 +73,16 @@ class NativeBlock:
             *native._page_view(pages[1]),
         )
         self._layer = ctypes.create_string_buffer(packed, len(packed))
-        self._address = ctypes.addressof(self._layer)
+        self.address = ctypes.addressof(self._layer)
 
     def __call__(self, residual: Tensor, inputs: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """residual [T, H] and the attention's input [T, in] -> the residual stream after the block [T, H]."""
         num_rows = len(residual)
         residual, inputs = residual.contiguous(), inputs.contiguous()
         out = residual.new_empty(num_rows, self.hidden_size)
-        scratch = residual.new_empty(num_rows * self._scratch_width)
+        scratch = residual.new_empty(num_rows * self.scratch_width)
         call = _CALL.pack(
-            self._address,
+            self.address,
             residual.data_ptr(),
             inputs.data_ptr(),
             *_batch_fields(batch, rotary),
@@ -104,16 +104,16 @@ class NativeStack:
     def __init__(self, blocks: Sequence[NativeBlock], angles_of: Sequence[int]) -> None:
         """angles_of: which of the rotary tables each one turns by."""
         self._blocks = blocks
-        self._addresses = torch.tensor([block._address for block in blocks], device="cpu")
+        self._addresses = torch.tensor([block.address for block in blocks], device="cpu")
         self._angles_of = torch.tensor(angles_of, device="cpu")
         self.hidden_size = blocks[0].hidden_size
-        self._scratch_width = max(block._scratch_width for block in blocks)
+        self.scratch_width = max(block.scratch_width for block in blocks)
 
     def __call__(self, residual: Tensor, batch: Batch, rotaries: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """The residual stream before the first block [T, H] -> after the last one."""
         num_rows, residual = len(residual), residual.contiguous()
         out = residual.new_empty(num_rows, self.hidden_size)
-        scratch = residual.new_empty(num_rows * self._scratch_width)
+        scratch = residual.new_empty(num_rows * self.scratch_width)
         fields = [_batch_fields(batch, rotary) for rotary in rotaries]
         angles = b"".join(
             struct.pack("@3q", *each[:2], rotary[0].shape[1]) for each, rotary in zip(fields, rotaries, strict=True)
