@@ -30,6 +30,7 @@ _NAMES, _LIMITS, _ACCESS = "Names and parsers", "Limits", "Access"
 _TOOLS_HELP = "Form of calls: hermes, qwen3_coder, llama3, mistral, deepseek, harmony, none; auto: by the template."
 _REASONING_HELP = "Form of reasoning: think, mistral, harmony, none; auto: by the template."
 _WATCHDOG_HELP = "Rebuild or rest drafting where acceptance has died."
+_LEARN_HELP = "The drafter learns from answers to requests that allow it, when idle; its versions go here."
 _SEQUENCES_HELP = "Sequences decoded at once. By default 256 on a GPU, else 16."
 _ROWS_HELP = "Tokens computed in a pass. By default 8192 on a GPU, else 2048."
 _SHARE_HELP = "Share of a GPU's memory to use."
@@ -45,6 +46,7 @@ ServedName = Annotated[
 ToolParser = Annotated[str, option(_NAMES, "--tool-call-parser", metavar="NAME", help=_TOOLS_HELP)]
 ReasoningParser = Annotated[str, option(_NAMES, "--reasoning-parser", metavar="NAME", help=_REASONING_HELP)]
 Watchdog = Annotated[bool, option(ENGINE, "--watchdog/--no-watchdog", help=_WATCHDOG_HELP)]
+Learn = Annotated[str | None, option(ENGINE, "--learn", metavar="DIR", help=_LEARN_HELP)]
 Host = Annotated[
     str, option(_ACCESS, "--host", metavar="ADDRESS", help="Where to listen; others than this machine need a key.")
 ]
@@ -162,6 +164,7 @@ def serve_command(
     http: HttpOptions,
     target: ModelArgument = None,
     watchdog: Watchdog = True,
+    learn: Learn = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI does.
 
@@ -197,7 +200,7 @@ def serve_command(
     called = list(dict.fromkeys(names.served_model_name or [name_of(options.model)]))
     served, consoles = called[0], open_consoles()
     shows = consoles.about.is_terminal
-    opening = Opening(options, limit_options.of_engine(), watchdog, served, shows, files.of_engine())
+    opening = Opening(options, limit_options.of_engine(), watchdog, served, shows, files.of_engine(), learn)
     with taken(given.host, given.port) as sockets, ProcessHost(opening) as host:
         model, tokenizer, defaults = _opened(host, consoles, files)
         if template is not None and tokenizer is not None:

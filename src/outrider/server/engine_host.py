@@ -40,6 +40,7 @@ class Opening:
     model_name: str  # what clients call it
     shows_progress: bool = False
     files: dict[str, Any] = field(default_factory=dict)  # where its parts are, in the names of vLLM's LLM
+    learn: str | None = None  # where versions of a drafter go that learns from what is said
 
     def config(self) -> EngineConfig:
         """What was chosen, checked as far as it can be before weights are read. This imports torch."""
@@ -143,7 +144,7 @@ def _main(end: socket.socket, opening: Opening) -> None:
     try:
         llm = _open(opening, link)
         if llm is not None:
-            status = _run(llm, link, opening.model_name)
+            status = _run(llm, link, opening)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -160,6 +161,7 @@ def _open(opening: Opening, link: Link) -> LLM | None:
     try:
         from outrider.engine.checkpoint import open_checkpoint
         from outrider.llm import LLM
+        from outrider.server.learning import check_online
 
         config = opening.config()
         checkpoint = open_checkpoint(config.model)
@@ -168,6 +170,8 @@ def _open(opening: Opening, link: Link) -> LLM | None:
         link.send(Located(str(checkpoint.path), own))
         llm = LLM.from_config(config, progress if opening.shows_progress else None)
         llm.warm_up()
+        if opening.learn is not None:
+            check_online(llm)
         return llm
     except BaseException as error:
         is_fault = not isinstance(error, ValueError | OSError)
@@ -175,11 +179,13 @@ def _open(opening: Opening, link: Link) -> LLM | None:
         return None
 
 
-def _run(llm: LLM, link: Link, model_name: str) -> int:
+def _run(llm: LLM, link: Link, opening: Opening) -> int:
     from outrider.server.engine_loop import EngineLoop, opened
+    from outrider.server.learning import learner_of
 
     log_to_stderr()
-    loop = EngineLoop(llm, link, model_name)
+    learner = learner_of(llm, opening.learn) if opening.learn is not None else None
+    loop = EngineLoop(llm, link, opening.model_name, learner)
     link.send(opened(llm))
     return 0 if loop.run() else 1
 

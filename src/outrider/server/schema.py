@@ -157,6 +157,7 @@ class Generation(Strict):
     return_token_ids: Flag = False  # with every choice: its tokens, their texts, and the place of each in a draft
     return_drafts: Flag = False  # with every piece of a stream: what had been drafted for it
     prediction: PredictedOutput | None = None  # what the answer will be like; the answer is the same without
+    allow_learning: Flag = False  # a drafter that learns online may learn from this answer
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     timeout: Annotated[Number, Field(gt=0, le=86400)] | None = None  # seconds; at most the server's own deadline
     request_id: RequestId | None = None  # becomes part of the answer's id; what the log calls it

@@ -106,6 +106,16 @@ class Optimizer:
 
     # state
 
+    @torch.no_grad()
+    def begin_again(self, values: Mapping[str, Tensor]) -> None:
+        """From these weights, as if nothing had been learnt since."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(values[name])
+            self.average[name].copy_(values[name])
+        for kept in (self.momenta, self.first, self.second):
+            torch._foreach_zero_(list(kept.values()))
+        self.num_steps = 0
+
     def state(self) -> dict[str, Tensor]:
         kinds: dict[str, Mapping[str, Tensor]] = {
             "parameter": self.parameters,

@@ -24,7 +24,7 @@ from outrider.llm import LLM
 from outrider.models.base import Target
 from outrider.preflight import WithoutMemory
 from outrider.tokenizer import Tokenizer
-from outrider.training.checkpoint import load_state, write_drafter
+from outrider.training.checkpoint import load_state, read_fresh, write_drafter
 from outrider.training.conversations import Conversation, check_template, read_all
 from outrider.training.course import Course, OnProgress, Progress, Result
 from outrider.training.dialects import in_speculators_format
@@ -247,15 +247,6 @@ def outline_of(checkpoint: Checkpoint) -> Target:
     """A target without weights."""
     with building(torch.device("cpu"), torch.float32), WithoutMemory():
         return build_target(checkpoint)
-
-
-def read_fresh(directory: Path) -> Fresh:
-    """A drafter on disk, to go on from."""
-    checkpoint = open_checkpoint(directory)
-    try:
-        return Fresh(dict(checkpoint.config), {name: checkpoint.tensor(name).clone() for name in checkpoint.names()})
-    finally:
-        checkpoint.close()
 
 
 def training_copy(llm: LLM, settings: SpeculativeConfig) -> Drafter:
