@@ -159,7 +159,7 @@ def _open(opening: Opening, link: Link) -> LLM | None:
         link.send(Loading(what, done, total))
 
     try:
-        from outrider.engine.checkpoint import open_checkpoint
+        from outrider.checkpoints.checkpoint import open_checkpoint
         from outrider.llm import LLM
         from outrider.server.learning import check_online
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.engine.grammar_trial import NICENESS
 from outrider.engine.request import Progress, Request
 from outrider.engine.team import RankLostError
+from outrider.grammar.trial import NICENESS
 from outrider.lanes import Lane
 from outrider.llm import LLM
 from outrider.overload import OverloadError
