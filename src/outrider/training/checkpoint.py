@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.drafters.base import Drafter
 from outrider.drafters.fresh import Fresh
-from outrider.engine.checkpoint import open_checkpoint
 from outrider.layers.block import Block
 from outrider.layers.embedding import Head
 from outrider.layers.linear import Linear
