@@ -248,10 +248,10 @@ class Eagle3(FeedbackDrafter):
             asked.append(_moved(lesson.reaches(2 + guess.ahead) & row, 1 + guess.ahead))
             aligned.append(_moved(guess.hidden, 1 + guess.ahead))
         asked_of = torch.stack(asked, dim=2).flatten(0, 1)
-        found = compare(
-            lesson, self._target[0], taught, torch.stack(aligned, dim=2).flatten(0, 1), lesson.last.flatten(0, 1)
-        )
-        return weighed(found, asked_of.float(), asked_of)
+        index = asked_of.any(1).nonzero()[:, 0]  # the vocabulary is most of the work: other rows are left out
+        hidden = torch.stack(aligned, dim=2).flatten(0, 1)[index]
+        found = compare(lesson, self._target[0], taught, hidden, lesson.last.flatten(0, 1)[index])
+        return weighed(found, asked_of[index].float(), asked_of[index])
 
     def guesses(self, lesson: Lesson) -> list[Guess]:
         """A row is made of the taps of one token and the embedding of the next, which is the newest that it knows."""
