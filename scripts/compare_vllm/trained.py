@@ -23,10 +23,11 @@ OWN = {"default": f"eagle3:{DEFAULT / 'drafter'}", "parallel": f"p_eagle:{DEFAUL
 
 
 def prompts_of(target: Path, count: int) -> list[list[int]]:
-    """Half of them beginnings of texts, half messages."""
-    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-    chats = [f"<|user|>{text}<|end|><|assistant|>" for text in CHAT_PROMPTS[: count // 2]]
-    return [tokenizer.encode(text).ids for text in [*RAW_PROMPTS[: count // 2], *chats]]
+    """A third of them beginnings of texts, a third messages, a third conversations longer than any window."""
+    tokenizer, share = Tokenizer.from_file(str(target / "tokenizer.json")), count // 3
+    chats = [f"<|user|>{text}<|end|><|assistant|>" for text in CHAT_PROMPTS]
+    long = [" ".join(RAW_PROMPTS[first:] + RAW_PROMPTS[:first]) for first in range(share)]
+    return [tokenizer.encode(text).ids[:180] for text in [*RAW_PROMPTS[:share], *chats[: count - 2 * share], *long]]
 
 
 def speculative(method: str, drafter: str, depth: int) -> dict[str, object]:

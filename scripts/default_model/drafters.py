@@ -19,6 +19,7 @@ from default_model.prompts import requests
 from default_model.small_talk import small_talk
 
 FOLDERS = {"eagle3": "drafter", "p_eagle": "parallel"}
+WINDOW = 128  # how far they look back: what is further off helps a draft little, and is what they fade with
 LONG = 12  # turns of a conversation that fills the target's context
 MORE = (
     "Tell me more.", "Go on.", "What happened then?", "Why?", "Can you say that again?", "Thank you!",
@@ -115,7 +116,7 @@ def make_drafters(options: DraftersOptions) -> None:
         length = {"minutes": minutes} if options.max_steps is None else {"max_steps": options.max_steps}
         rates = {"matrix_rate": 2e-3, "rate": 5e-4} if number else {"matrix_rate": 4e-3, "rate": 1e-3}
         judging = {"data": options.data / "held-out.jsonl", "held_out": 60, "validations": 3, "patience": 0}
-        size = {"depth": 5, "row_len": row_len, "tokens_per_step": options.tokens_per_step}
+        size = {"depth": 5, "row_len": row_len, "tokens_per_step": options.tokens_per_step, "window": WINDOW}
         running = []
         for method in options.methods:
             settings = {**judging, **size, **length, **rates, "seed": options.seed + number}
