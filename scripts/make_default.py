@@ -68,7 +68,7 @@ def _add_drafters(stage: argparse.ArgumentParser) -> None:
     )
     stage.add_argument("--steps", type=int, help="train so many steps instead")
     stage.add_argument("--row-len", type=int, nargs=2, default=(512, 2048))
-    stage.add_argument("--tokens-per-step", type=int, default=32768)
+    stage.add_argument("--tokens-per-step", type=int, default=16384)
     stage.add_argument("--methods", default="eagle3,p_eagle")
     stage.add_argument("--out", type=Path, default=DEFAULT, help="where the drafters go")
 

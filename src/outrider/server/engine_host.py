@@ -24,6 +24,7 @@ from outrider.server.protocol import Loading, Located, NotOpened, Opened
 if TYPE_CHECKING:  # they import torch, which the front does without
     from outrider.config import EngineConfig
     from outrider.llm import LLM
+    from outrider.training.online import OnlineLearner
 
 OnProgress = Callable[[str, int, int], None]
 IGNORED = (signal.SIGINT, signal.SIGTERM)
@@ -196,12 +197,12 @@ def _run(llm: LLM, link: Link, opening: Opening) -> int:
 class ThreadHost:
     """An engine of this process, run by a thread."""
 
-    def __init__(self, llm: LLM, model_name: str) -> None:
+    def __init__(self, llm: LLM, model_name: str, learner: OnlineLearner | None = None) -> None:
         from outrider.server.engine_loop import EngineLoop, opened
 
         ours, theirs = socket.socketpair()
         self.link, self._theirs = Link(ours), Link(theirs)
-        self.loop, self.model = EngineLoop(llm, self._theirs, model_name), opened(llm)
+        self.loop, self.model = EngineLoop(llm, self._theirs, model_name, learner), opened(llm)
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._thread.start()
 

@@ -79,8 +79,8 @@ def train_command(
     tokens_per_step: Annotated[
         int | None, option(LEARNING, "--tokens-per-step", metavar="N", help="Of all processes together.")
     ] = None,
-    matrix_rate: Annotated[float, option(LEARNING, "--matrix-rate", metavar="X", help="Muon's learning rate.")] = 2e-3,
-    rate: Annotated[float, option(LEARNING, "--rate", metavar="X", help="AdamW's, for all that is no matrix.")] = 3e-4,
+    matrix_rate: Annotated[float, option(LEARNING, "--matrix-rate", metavar="X", help="Muon's learning rate.")] = 1e-2,
+    rate: Annotated[float, option(LEARNING, "--rate", metavar="X", help="AdamW's, for all that is no matrix.")] = 1e-3,
     seed: Annotated[int, option(LEARNING, "--seed", metavar="S", help="Of data, order and first weights.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",

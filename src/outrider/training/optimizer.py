@@ -16,8 +16,8 @@ NUM_ITERATIONS = 5
 
 @dataclass(frozen=True)
 class Rates:
-    matrices: float = 2e-3  # Muon
-    others: float = 3e-4  # AdamW
+    matrices: float = 1e-2  # Muon
+    others: float = 1e-3  # AdamW
     weight_decay: float = 0.0
     momentum: float = 0.95
     betas: tuple[float, float] = (0.9, 0.95)
