@@ -33,6 +33,7 @@ _NAMES, _LIMITS, _ACCESS = "Names and parsers", "QueueLimits", "Access"
 _TOOLS_HELP = "Form of calls: hermes, qwen3_coder, llama3, mistral, deepseek, harmony, none; auto: by the template."
 _REASONING_HELP = "Form of reasoning: think, mistral, harmony, none; auto: by the template."
 _WATCHDOG_HELP = "Rebuild or rest drafting where acceptance has died."
+_LEARN_HELP = "The drafter learns from answers to requests that allow it, when idle; its versions go here."
 _SEQUENCES_HELP = "Sequences decoded at once. By default 256 on a GPU, else 16."
 _ROWS_HELP = "Tokens computed in a pass. By default 8192 on a GPU, else 2048."
 _SHARE_HELP = "Share of a GPU's memory to use."
@@ -48,6 +49,7 @@ ServedName = Annotated[
 ToolParser = Annotated[str, option(_NAMES, "--tool-call-parser", metavar="NAME", help=_TOOLS_HELP)]
 ReasoningParser = Annotated[str, option(_NAMES, "--reasoning-parser", metavar="NAME", help=_REASONING_HELP)]
 Watchdog = Annotated[bool, option(ENGINE, "--watchdog/--no-watchdog", help=_WATCHDOG_HELP)]
+Learn = Annotated[str | None, option(ENGINE, "--learn", metavar="DIR", help=_LEARN_HELP)]
 Host = Annotated[
     str, option(_ACCESS, "--host", metavar="ADDRESS", help="Where to listen; others than this machine need a key.")
 ]
@@ -168,6 +170,7 @@ class Plan:
     watchdog: bool = True
     template: str | None = None  # the text of a chat template, instead of the model's own
     root_path: str = ""
+    learn: str | None = None  # where versions of a drafter go that learns from what is said
 
     @property
     def called(self) -> list[str]:
@@ -184,7 +187,7 @@ class Plan:
         from outrider.server.engine_host import Opening
 
         settings, files = self.limits.of_engine(), self.files.of_engine()
-        return Opening(self.options, settings, self.watchdog, self.called[0], shows_progress, files)
+        return Opening(self.options, settings, self.watchdog, self.called[0], shows_progress, files, self.learn)
 
 
 def serve_command(
@@ -197,6 +200,7 @@ def serve_command(
     ray: RayOptions,
     target: ModelArgument = None,
     watchdog: Watchdog = True,
+    learn: Learn = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI does.
 
@@ -222,7 +226,9 @@ def serve_command(
     given, template = access_options, template_text(files.chat_template)
     access = settled_access(given, http)
     chosen = (options.named(target), names, limit_options, files, access, watchdog, template, http.root_path)
-    plan = Plan(*chosen)
+    if ray.ray and learn is not None:
+        raise ValueError("a drafter learns in one server: leave out --learn, or --ray")
+    plan = Plan(*chosen, learn=learn)
     choose(plan.parsers, None)  # an unknown one is refused before anything is loaded
     if ray.ray:
         from outrider.server.router.command import serve_on_ray

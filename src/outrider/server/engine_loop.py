@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -48,6 +49,9 @@ from outrider.server.protocol import (
 )
 from outrider.server.task import Task, TaskSequence
 
+if TYPE_CHECKING:
+    from outrider.training.online import OnlineLearner
+
 MAX_FAULTS = 3  # steps that may break with a request among others before it is failed with them
 BROKEN_AFTER = 8  # steps in a row that break: the engine itself is broken
 NUM_COMPILERS, MAX_GRAMMARS = 2, 64  # threads for grammars, and how many wait for them
@@ -79,8 +83,8 @@ def opened(llm: LLM) -> Opened:
 
 
 class EngineLoop:
-    def __init__(self, llm: LLM, link: Link, model_name: str) -> None:
-        self._llm, self._link, self._model_name = llm, link, model_name
+    def __init__(self, llm: LLM, link: Link, model_name: str, learner: OnlineLearner | None = None) -> None:
+        self._llm, self._link, self._model_name, self._learner = llm, link, model_name, learner
         self._engine = llm.engine
         self._metrics = Metrics(model_name)
         self._metrics.watch(llm.engine)
@@ -134,6 +138,9 @@ class EngineLoop:
 
     def _loop(self) -> None:
         while not self._stopping:
+            if not self._sequences and self._learner is not None:
+                while not self._inbox and self._learner.work():  # a step at a time, while nobody wants anything
+                    pass
             with self._wake:
                 if not (self._inbox or self._sequences):
                     self._wake.wait(BEAT if self._tasks else None)  # those that are prepared have a deadline too

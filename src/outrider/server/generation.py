@@ -147,6 +147,7 @@ def sampling_params(
             num_speculative_tokens=speculative,
             prediction=body.prediction.text if body.prediction is not None else None,
             tenant=tenant,
+            learn=body.allow_learning,
             trace=body.return_drafts,
         )
     except ValueError as error:

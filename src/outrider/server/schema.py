@@ -166,6 +166,7 @@ class Generation(Strict):
     return_drafts: Flag = False  # with every piece of a stream: what had been drafted for it
     prediction: PredictedOutput | None = None  # what the answer will be like; the answer is the same without
     continuation: Continuation | None = None  # of each answer: the tokens that it has; what is asked for is the rest
+    allow_learning: Flag = False  # a drafter that learns online may learn from this answer
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     timeout: Annotated[Number, Field(gt=0, le=86400)] | None = None  # seconds; at most the server's own deadline
     request_id: RequestId | None = None  # becomes part of the answer's id; what the log calls it
