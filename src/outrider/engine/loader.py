@@ -25,7 +25,7 @@ from outrider.kernels.packed import Packed, pack_blocks, pack_tiles
 from outrider.kernels.quantised import Kind, Quantised, joined, quantise
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import give_memory, take_memory
-from outrider.layers.packing import gains_from_packing, packable
+from outrider.layers.packing import gains_from_packing, mixtures, packable
 from outrider.layers.split import cut_of, whole_shape
 from outrider.models.base import Target, targets
 from outrider.threads import threads
@@ -114,6 +114,8 @@ def load_weights(
     surplus = {actual[name] for name in present - used if not module.ignores(name)}
     _complain(checkpoint, "has, but nothing uses,", surplus, "the config.json does not describe these weights")
     keepable = {layer.weight for layer in packable(module)}
+    if _is_for_gpu(next(module.parameters())):
+        keepable |= {parameter for routed in mixtures(module) for parameter in (routed.up, routed.down)}
     if _is_for_gpu(next(module.parameters())) or not isinstance(checkpoint, GgufCheckpoint):
         # rows of an embedding are looked up, not computed with
         keepable -= {layer.weight for layer in packable(module) if isinstance(layer, Embedding)}
@@ -169,7 +171,7 @@ def _as_stored(
 ) -> Packed | Quantised | None:
     """None where the tensors are not all quantised, or have no common form."""
     if weight.combine is not None:
-        return None
+        return _combined_as_stored(parameter, checkpoint, weight)
     if isinstance(checkpoint, GgufCheckpoint):
         if not all(map(checkpoint.in_blocks, weight.names)):
             return None
@@ -185,6 +187,22 @@ def _as_stored(
     parts = [checkpoint.quantised(source, parameter.device) for source in weight.names]
     found = [part for part in parts if part is not None]
     return joined(found) if len(found) == len(parts) else None
+
+
+def _combined_as_stored(parameter: nn.Parameter, checkpoint: Checkpoint, weight: Weight) -> Quantised | None:
+    """Experts, which are more than joined; as many numbers as the parameter has."""
+    if weight.combine_quantised is None or not isinstance(checkpoint, QuantisedCheckpoint):
+        return None
+    parts: list[Quantised] = []
+    for source in weight.names:
+        part = checkpoint.quantised(source, parameter.device)
+        if part is None or part.num_columns != parameter.shape[-1]:
+            return None  # to be dense, or complained about
+        parts.append(part)
+    found = weight.combine_quantised(parts)
+    if found is None or len(found.data) * found.num_columns != parameter.numel():
+        return None
+    return found
 
 
 def _keep(parameter: nn.Parameter, form: Packed | Quantised | None, kept: KeptBlocks) -> bool:

@@ -7,6 +7,7 @@ from outrider.kernels.dispatch import use_native
 from outrider.layers.attention import SelfAttention
 from outrider.layers.fused import BlockParts, Fusable, block_parts, native_block
 from outrider.layers.mlp import GatedMLP
+from outrider.layers.moe import MixtureMLP
 from outrider.layers.norm import RMSNorm
 from outrider.types import Batch, Weight
 
@@ -31,7 +32,7 @@ class Block(Fusable):
             assert self._native is not None
             return self._native(residual, inputs, batch, self.attention.rotary(batch))
         x = self.attention(inputs, batch, residual)
-        if isinstance(self.mlp, GatedMLP):
+        if isinstance(self.mlp, GatedMLP | MixtureMLP):
             return self.mlp(self.mlp_norm(x), x)
         return x + self.mlp(self.mlp_norm(x))
 

@@ -25,10 +25,9 @@ def deferred() -> Iterator[None]:
         _is_deferred.reset(token)
 
 
-def empty_matrix(num_rows: int, num_columns: int) -> nn.Parameter:
-    return nn.Parameter(
-        torch.empty(1, 1).expand(num_rows, num_columns) if _is_deferred.get() else torch.empty(num_rows, num_columns)
-    )
+def empty_matrix(*sizes: int) -> nn.Parameter:
+    """[N, K], or a stack of such [E, N, K]."""
+    return nn.Parameter(torch.empty([1] * len(sizes)).expand(sizes) if _is_deferred.get() else torch.empty(sizes))
 
 
 def give_memory(parameter: nn.Parameter) -> None:

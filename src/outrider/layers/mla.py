@@ -14,6 +14,7 @@ from outrider.kernels.rope import rope_write
 from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
+from outrider.layers.moe import MixtureMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.layers.split import cut, equal_share, whole
@@ -148,7 +149,7 @@ class LatentBlock(nn.Module):
     def run(self, residual: Tensor, inputs: Tensor, batch: Batch) -> Tensor:
         """residual [T, H], inputs [T, in] -> [T, H]."""
         x = self.attention(inputs, batch, residual)
-        if isinstance(self.mlp, GatedMLP):
+        if isinstance(self.mlp, GatedMLP | MixtureMLP):
             return self.mlp(self.mlp_norm(x), x)
         return x + self.mlp(self.mlp_norm(x))
 

@@ -54,7 +54,7 @@ class MixerBlock(nn.Module):
         normed = self.norm(x)
         if isinstance(self.mixer, CachedLayer | RecurrentLayer):
             return x + self.mixer(normed, batch)
-        return x + self.mixer(normed)
+        return self.mixer(normed, x) if isinstance(self.mixer, MixtureMLP) else x + self.mixer(normed)
 
 
 class LatentExperts(Experts):
@@ -65,8 +65,8 @@ class LatentExperts(Experts):
         self.enter = Linear(hidden_size, shape.hidden_size, bias=bias)
         self.leave = Linear(shape.hidden_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-        return self.leave(super().forward(self.enter(x), ids, shares))
+    def forward(self, x: Tensor, ids: Tensor, shares: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.leave(super().forward(self.enter(x), ids, shares), residual)
 
 
 @targets.register("NemotronHForCausalLM")
