@@ -1,14 +1,12 @@
 """Quantised checkpoints: what slow and obvious code packs in each format reads back exactly.
 References that are not ours: transformers' own code for fp8 and mxfp4, and its models after it dequantised them."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -17,14 +17,14 @@ from outrider.drafters.base import Drafter, drafters
 from outrider.engine.cache_dtype import choose_pages
 from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
-from outrider.engine.loader import building
+from outrider.engine.loader import building, is_for_gpu
 from outrider.engine.memory import parameter_bytes, plan_memory
 from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.block import DecoderBlock
 from outrider.layers.exact import make_exact
 from outrider.layers.mtp import MtpModule
 from outrider.layers.norm import RMSNorm
-from outrider.layers.packing import round_matrices
+from outrider.layers.packing import round_experts, round_matrices
 from outrider.models.base import Mtp, Target, targets
 from outrider.models.llama import Llama
 from outrider.options import EngineOptions
@@ -137,6 +137,8 @@ def random_engine(config: EngineConfig, shape: dict[str, Any], startup: StartupT
         for module in (target, drafter):
             if module is not None:
                 fill(module)
+        if _has_mxfp4(shape) and is_for_gpu(next(target.parameters())):
+            round_experts(target, Kind.FP4)
         if config.quantization is not None:
             round_matrices(target, rounded(config.quantization))
         if drafter is not None and settings is not None and settings.quantization is not None:
@@ -145,6 +147,12 @@ def random_engine(config: EngineConfig, shape: dict[str, Any], startup: StartupT
         make_exact(target)
     with startup.timed("cache"):
         return Engine(config, target, Drafting.of(config, drafter), budget)
+
+
+def _has_mxfp4(shape: dict[str, Any]) -> bool:
+    """Whether its experts are published in 4 bits."""
+    settings = shape.get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
 
 
 def rounded(name: str) -> Kind:

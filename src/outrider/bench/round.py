@@ -156,7 +156,7 @@ def measure(plan: Plan) -> Cost:
             round_ms=times,
             device_ms=device_ms,
             tokens_per_round=tokens,
-            weight_bytes=_pass_bytes(engine, rows),
+            weight_bytes=pass_bytes(engine, rows),
             cache_bytes=int(length * plan.batch_size * _cache_bytes_per_token(engine)),
         )
     finally:
@@ -190,7 +190,7 @@ def _timed(engine: Engine, count: int) -> float:
     return time.perf_counter() - begin
 
 
-def _pass_bytes(engine: Engine, num_rows: int) -> int:
+def pass_bytes(engine: Engine, num_rows: int) -> int:
     """Weights that a round reads at least once, in the form that they have: an embedding is looked up, not read, and
     of a mixture the experts that so many rows choose."""
     modules = [engine.target] if engine.drafter is None else [engine.target, engine.drafter]

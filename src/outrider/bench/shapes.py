@@ -74,9 +74,38 @@ DEEPSEEK_V2_LITE = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "swiglu_limit": 7.0,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "mxfp4"},  # of the experts
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_8B,
     "smollm2-135m": SMOLLM2_135M,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
+    "gpt-oss-20b": GPT_OSS_20B,
 }

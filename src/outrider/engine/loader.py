@@ -114,9 +114,9 @@ def load_weights(
     surplus = {actual[name] for name in present - used if not module.ignores(name)}
     _complain(checkpoint, "has, but nothing uses,", surplus, "the config.json does not describe these weights")
     keepable = {layer.weight for layer in packable(module)}
-    if _is_for_gpu(next(module.parameters())):
+    if is_for_gpu(next(module.parameters())):
         keepable |= {parameter for routed in mixtures(module) for parameter in (routed.up, routed.down)}
-    if _is_for_gpu(next(module.parameters())) or not isinstance(checkpoint, GgufCheckpoint):
+    if is_for_gpu(next(module.parameters())) or not isinstance(checkpoint, GgufCheckpoint):
         # rows of an embedding are looked up, not computed with
         keepable -= {layer.weight for layer in packable(module) if isinstance(layer, Embedding)}
     # a part of a matrix is read from floats: blocks may reach across its borders
@@ -147,20 +147,21 @@ def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint, *, small_t
     """Whether quantised weights can be computed with as they are: on a GPU, or by native kernels, and if it is worth it
     there (or it need not be)."""
     floats = next(module.parameters())
-    if _is_for_gpu(floats) or not isinstance(checkpoint, GgufCheckpoint):
-        return _is_for_gpu(floats)
+    if is_for_gpu(floats) or not isinstance(checkpoint, GgufCheckpoint):
+        return is_for_gpu(floats)
     with torch.inference_mode():
         return use_native(floats) and (small_too or gains_from_packing(module))
 
 
-def _is_for_gpu(floats: Tensor) -> bool:
+def is_for_gpu(floats: Tensor) -> bool:
+    """Whether Triton's kernels compute with these."""
     with torch.inference_mode():
         return use_triton(floats)
 
 
 def keeps_few_bits(checkpoint: Checkpoint, device: torch.device, kind: Kind | None) -> bool:
     """Whether matrices of this checkpoint stay in few bits on a GPU."""
-    is_able = _is_for_gpu(torch.empty(0, device=device))
+    is_able = is_for_gpu(torch.empty(0, device=device))
     if kind is not None and not is_able:
         raise ValueError(f"quantization {kind.value} is for GPUs, with Triton: leave it out, or use a quantised file")
     return is_able and (kind is not None or isinstance(checkpoint, QuantisedCheckpoint | GgufCheckpoint))
@@ -176,7 +177,7 @@ def _as_stored(
         if not all(map(checkpoint.in_blocks, weight.names)):
             return None
         _parts(parameter, checkpoint, name, weight)  # complains about shapes
-        if _is_for_gpu(parameter):
+        if is_for_gpu(parameter):
             return quantised_of([checkpoint.blocks(source) for source in weight.names], parameter.device)
         if tiled:
             return pack_tiles([checkpoint.tiles(source) for source in weight.names])

@@ -94,7 +94,7 @@ def round_matrices(module: nn.Module, kind: Kind) -> None:
 def round_experts(module: nn.Module, kind: Kind) -> None:
     """Those of a model that is filled; where one has no such form, it stays as it is."""
     for routed in mixtures(module):
-        for parameter in (routed.up, routed.down):
+        for parameter in {routed.up, routed.down} - set(routed.packed):
             form = quantise(parameter.detach(), kind)
             if form is not None:
                 routed.keep(parameter, form)
