@@ -23,7 +23,7 @@ from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.block import DecoderBlock
 from outrider.layers.exact import make_exact
 from outrider.layers.mtp import MtpModule
-from outrider.layers.norm import RMSNorm
+from outrider.layers.norm import RMSNorm, norm_on_the_way
 from outrider.layers.packing import round_experts, round_matrices
 from outrider.models.base import Mtp, Target, targets
 from outrider.models.llama import Llama
@@ -145,6 +145,8 @@ def random_engine(config: EngineConfig, shape: dict[str, Any], startup: StartupT
             round_matrices(drafter, rounded(settings.quantization))
     if config.exact:
         make_exact(target)
+    else:
+        norm_on_the_way(target)
     with startup.timed("cache"):
         return Engine(config, target, Drafting.of(config, drafter), budget)
 

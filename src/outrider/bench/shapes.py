@@ -102,10 +102,30 @@ GPT_OSS_20B = {
     "tie_word_embeddings": False,
     "quantization_config": {"quant_method": "mxfp4"},  # of the experts
 }
+GEMMA_3_4B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "vocab_size": 262208,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_8B,
     "smollm2-135m": SMOLLM2_135M,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "gpt-oss-20b": GPT_OSS_20B,
+    "gemma-3-4b": GEMMA_3_4B,
 }

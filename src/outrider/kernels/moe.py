@@ -10,6 +10,7 @@ from outrider.kernels import native_experts
 from outrider.kernels.activation import Activation, gelu_tanh_mul, silu_mul
 from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.linear import linear
+from outrider.kernels.norm import Normed, materialised
 from outrider.kernels.quantised import QuantisedStack
 
 
@@ -50,7 +51,7 @@ def experts_reference(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWei
 
 
 def experts(
-    x: Tensor,
+    x: Tensor | Normed,
     ids: Tensor,
     shares: Tensor,
     weights: ExpertWeights,
@@ -61,20 +62,21 @@ def experts(
 ) -> Tensor:
     """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H], plus the residual [T, H].
     `exact`: on a GPU too, a row's bits do not depend on how many others there are."""
-    if use_triton(x) and weights.fit(x.dtype):
+    rows = x.x if isinstance(x, Normed) else x
+    if use_triton(rows) and weights.fit(rows.dtype):
         from outrider.kernels.gpu import few_experts, moe
 
         if not exact and few_experts.is_for(*ids.shape):
             return few_experts.experts(x, ids, shares, weights, activation, residual)
-        answer = moe.experts(x, ids, shares, weights, activation, exact=exact)
-    elif use_native(x) and activation in (silu_mul, gelu_tanh_mul):
+        answer = moe.experts(materialised(x), ids, shares, weights, activation, exact=exact)
+    elif isinstance(x, Tensor) and use_native(x) and activation in (silu_mul, gelu_tanh_mul):
         dense = weights.dense(x.dtype)
         assert isinstance(dense.up, Tensor)
         assert isinstance(dense.down, Tensor)
         matrices, biases = (dense.up, dense.down), (weights.up_bias, weights.down_bias)
         answer = native_experts.experts(x, ids, shares, matrices, biases, gelu=activation is gelu_tanh_mul)
     else:
-        answer = experts_reference(x, ids, shares, weights, activation)
+        answer = experts_reference(materialised(x), ids, shares, weights, activation)
     return answer if residual is None else residual + answer
 
 

@@ -10,6 +10,7 @@ from outrider.kernels.activation import Activation, sigmoid, silu_mul
 from outrider.kernels.dispatch import use_triton
 from outrider.kernels.linear import linear
 from outrider.kernels.moe import ExpertWeights, best_groups, experts, softmax_top
+from outrider.kernels.norm import Normed
 from outrider.kernels.quantised import Quantised, QuantisedStack, joined
 from outrider.layers.linear import Linear, empty_matrix
 from outrider.layers.mlp import GatedMLP
@@ -61,7 +62,7 @@ class Experts(nn.Module):
         """Instead of the parameter's own numbers."""
         self.packed[parameter] = QuantisedStack(form, self.shape.num_experts)
 
-    def forward(self, x: Tensor, ids: Tensor, shares: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | Normed, ids: Tensor, shares: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, H], ids and shares [T, k] -> [T, H], added to the residual if there is one."""
         up, down = self.packed.get(self.up, self.up), self.packed.get(self.down, self.down)
         weights = ExpertWeights(up, down, self.up_bias, self.down_bias)
@@ -73,10 +74,13 @@ class Experts(nn.Module):
         return answer if residual is None else residual + answer
 
 
-def router_logits(gate: Linear, x: Tensor) -> Tensor:
+def router_logits(gate: Linear, x: Tensor | Normed) -> Tensor:
     """In float32 whatever the model's precision: near ties decide which experts run."""
-    if x.dtype is torch.float32 or gate.packed is not None:
+    if gate.weight.dtype is torch.float32 or gate.packed is not None:
         return gate(x).float()
+    if isinstance(x, Normed):
+        out = torch.empty(len(x), len(gate.weight), dtype=torch.float32, device=gate.weight.device)
+        return linear(x, gate.weight, exact=gate.exact, out=out)
     if use_triton(x):  # sums are in float32 anyway: they are only not rounded
         from outrider.kernels.gpu import linear as gpu
 
@@ -95,7 +99,7 @@ class SoftmaxRouter(nn.Module):
         self.num_chosen = num_chosen
         self.renormalise = renormalise
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | Normed) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
         return softmax_top(self.gate(x), self.num_chosen, renormalise=self.renormalise)
 
@@ -129,7 +133,7 @@ class SigmoidRouter(nn.Module):
         self.gate = Linear(hidden_size, routing.num_experts)
         self.bias = nn.Parameter(torch.empty(routing.num_experts, dtype=torch.float32))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | Normed) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
         routing = self.routing
         scores = sigmoid(router_logits(self.gate, x))
@@ -153,7 +157,7 @@ class MixtureMLP(nn.Module):
         self.experts = routed
         self.shared = shared
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H], added to the residual if there is one."""
         if isinstance(self.shared, GatedMLP):
             residual = self.shared(x, residual)

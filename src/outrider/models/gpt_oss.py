@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from outrider.kernels.activation import ClampedSwish
 from outrider.kernels.moe import softmax_top
+from outrider.kernels.norm import Normed
 from outrider.kernels.quantised import Quantised, joined
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import DecoderBlock
@@ -40,7 +41,7 @@ class LogitRouter(nn.Module):
         self.gate = Linear(hidden_size, num_experts, bias=True)
         self.num_chosen = num_chosen
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | Normed) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
         return softmax_top(self.gate(x), self.num_chosen, renormalise=True)
 

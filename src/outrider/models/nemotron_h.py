@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from outrider.kernels.activation import relu2
+from outrider.kernels.norm import Normed
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import attention_weights
 from outrider.layers.cached import CachedLayer, RecurrentLayer
@@ -65,7 +66,7 @@ class LatentExperts(Experts):
         self.enter = Linear(hidden_size, shape.hidden_size, bias=bias)
         self.leave = Linear(shape.hidden_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, ids: Tensor, shares: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | Normed, ids: Tensor, shares: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.leave(super().forward(self.enter(x), ids, shares), residual)
 
 

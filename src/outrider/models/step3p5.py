@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.activation import Activation, ClampedSilu, sigmoid, silu_mul
+from outrider.kernels.norm import Normed
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import DecoderBlock, block_weights, mlp_weights
 from outrider.layers.embedding import Embedding, Head
@@ -60,7 +61,7 @@ class GatedAttention(SelfAttention):
         super().__init__(shape, rotary)
         self.gate = Linear(shape.hidden_size, self.heads)
 
-    def finish(self, attended: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def finish(self, attended: Tensor, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
         return super().finish(attended * sigmoid(self.gate(x))[..., None], x, residual)
 
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from outrider.kernels.activation import Activation
 from outrider.kernels.gpu import gates, launch, sliced_experts
 from outrider.kernels.gpu.gates import activated
+from outrider.kernels.gpu.sums import operand
 from outrider.kernels.moe import ExpertWeights
+from outrider.kernels.norm import Normed
 from outrider.kernels.quantised import QuantisedStack
 
 MAX_ROWS = 8
@@ -22,22 +24,28 @@ BLOCK_N = 8  # rows of a weight
 
 @triton.jit
 def _product(
-    x_at, weight_at, inner, place, fits, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    x_at, weight_at, norm, norm_offset, inner, place, fits,
+    NORM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """[N]: rows of a weight by one row of the input."""
+    """[N]: rows of a weight by one row of the input; NORM: by the norm's weight too, and the sum of its squares."""
     total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
     for shift in range(0, inner, BLOCK_K):
         inside = place + shift < inner
         a = tl.load(x_at + shift + place, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(weight_at + shift, mask=fits[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        if NORM:
+            squares += a * a
+            a *= tl.load(norm + shift + place, mask=inside, other=0.0) + norm_offset
         total += w * a[None, :]
-    return tl.sum(total, 1)
+    return tl.sum(total, 1), tl.sum(squares, 0)
 
 
 @triton.jit
 def _up(
-    x, ids, weight, bias, out, num_columns, inner, num_chosen, x_stride, expert_stride, weight_stride, bias_stride,
-    alpha, limit, GATE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, ids, weight, bias, norm, out, num_columns, inner, num_chosen, x_stride, expert_stride, weight_stride,
+    bias_stride, alpha, limit, norm_offset, eps,
+    GATE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a pair's answer. GATED: the weight's rows are gates, then ups."""
@@ -52,11 +60,19 @@ def _up(
     weight_at = weight + expert * expert_stride + column.to(tl.int64)[:, None] * weight_stride + place[None, :]
     bias_at = bias + expert * bias_stride + column
     kind: tl.constexpr = out.dtype.element_ty
-    total = _product(x_at, weight_at, inner, place, fits, BLOCK_N, BLOCK_K)
+    total, squares = _product(
+        x_at, weight_at, norm, norm_offset, inner, place, fits, NORM, BLOCK_N, BLOCK_K
+    )  # fmt: skip
+    root = tl.rsqrt(squares / inner + eps) if NORM else 1.0
+    total *= root
     if HAS_BIAS:
         total += tl.load(bias_at, mask=fits, other=0.0).to(tl.float32)
     if GATED:
-        up = _product(x_at, weight_at + num_columns.to(tl.int64) * weight_stride, inner, place, fits, BLOCK_N, BLOCK_K)
+        up, _ = _product(
+            x_at, weight_at + num_columns.to(tl.int64) * weight_stride, norm, norm_offset, inner, place, fits, NORM,
+            BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        up *= root
         if HAS_BIAS:
             up += tl.load(bias_at + num_columns, mask=fits, other=0.0).to(tl.float32)
         total = activated(total, up, alpha, limit, GATE, kind)
@@ -87,7 +103,9 @@ def _down(
         expert = tl.load(ids + pair).to(tl.int64)
         share = tl.load(shares + pair).to(kind).to(tl.float32)
         weight_at = weight + expert * expert_stride + column.to(tl.int64)[:, None] * weight_stride + place[None, :]
-        answer = _product(x + pair.to(tl.int64) * inner, weight_at, inner, place, fits, BLOCK_N, BLOCK_K)
+        answer, _ = _product(
+            x + pair.to(tl.int64) * inner, weight_at, x, 0.0, inner, place, fits, False, BLOCK_N, BLOCK_K
+        )  # fmt: skip
         if HAS_BIAS:
             answer += tl.load(bias + expert * bias_stride + column, mask=fits, other=0.0).to(tl.float32)
         answer = answer.to(kind).to(tl.float32)
@@ -105,7 +123,7 @@ def is_for(num_rows: int, num_chosen: int) -> bool:
 
 
 def experts(
-    x: Tensor,
+    x: Tensor | Normed,
     ids: Tensor,
     shares: Tensor,
     weights: ExpertWeights,
@@ -113,30 +131,34 @@ def experts(
     residual: Tensor | None = None,
 ) -> Tensor:
     """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H], plus the residual [T, H]."""
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = x if isinstance(x, Normed) or x.stride(1) == 1 else x.contiguous()
     residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
     ids, shares = ids.contiguous(), shares.contiguous()
     up, down = weights.up, weights.down
     if isinstance(up, QuantisedStack):
-        inner = sliced_experts.up_few(x, ids, sliced_experts.operand(up), weights.up_bias, activation)
+        inner = sliced_experts.up_few(x, ids, operand(up), weights.up_bias, activation)
     else:
         inner = _up_of(x, ids, up, weights.up_bias, activation)
     if isinstance(down, QuantisedStack):
-        return sliced_experts.down_few(inner, ids, shares, sliced_experts.operand(down), weights.down_bias, residual)
+        return sliced_experts.down_few(inner, ids, shares, operand(down), weights.down_bias, residual)
     return _down_of(inner, ids, shares, down, weights.down_bias, residual)
 
 
-def _up_of(x: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+def _up_of(x: Tensor | Normed, ids: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
     """[T * k, I]: what each pair makes of its row."""
+    norm = x if isinstance(x, Normed) else None
+    x = x.x if isinstance(x, Normed) else x
     gate, alpha, limit = gates.gate_of(activation)
     gated, early = gates.has_two(gate), launch.early(x)
     num_columns = weight.shape[1] // 2 if gated else weight.shape[1]
     out = torch.empty(ids.numel(), num_columns, dtype=x.dtype, device=x.device)
     _up[(triton.cdiv(num_columns, BLOCK_N), ids.numel())](
-        x, ids, weight, out if bias is None else bias, out, num_columns, x.shape[1], ids.shape[1], x.stride(0),
-        weight.stride(0), weight.stride(1), 0 if bias is None else bias.stride(0), alpha, limit,
-        GATE=gate, GATED=gated, HAS_BIAS=bias is not None, BLOCK_N=BLOCK_N, BLOCK_K=_block_k(x.shape[1]), EARLY=early,
-        num_warps=4, **launch.options(early),
+        x, ids, weight, out if bias is None else bias, out if norm is None else norm.weight, out, num_columns,
+        x.shape[1], ids.shape[1], x.stride(0), weight.stride(0), weight.stride(1),
+        0 if bias is None else bias.stride(0), alpha, limit,
+        0.0 if norm is None else norm.offset, 0.0 if norm is None else norm.eps,
+        GATE=gate, GATED=gated, HAS_BIAS=bias is not None, NORM=norm is not None, BLOCK_N=BLOCK_N,
+        BLOCK_K=_block_k(x.shape[1]), EARLY=early, num_warps=4, **launch.options(early),
     )  # fmt: skip
     return activation(out) if gate == gates.NONE else out
 

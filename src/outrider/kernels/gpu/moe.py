@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.kernels.activation import Activation
 from outrider.kernels.gpu import gates, launch, sliced_experts
 from outrider.kernels.gpu.gates import activated
+from outrider.kernels.gpu.sums import operand
 from outrider.kernels.moe import ExpertWeights
 from outrider.kernels.quantised import QuantisedStack
 
@@ -161,8 +162,7 @@ def expert_linear(
 ) -> Tensor:
     """x [T, in] or [T * k, in], weight [E, out, in] -> [T * k, out], or what the activation makes of it."""
     if isinstance(weight, QuantisedStack):
-        operand = sliced_experts.operand(weight)
-        return sliced_experts.in_tiles(x, tiles.experts, tiles.pairs, operand, bias, num_pairs, activation)
+        return sliced_experts.in_tiles(x, tiles.experts, tiles.pairs, operand(weight), bias, num_pairs, activation)
     assert x.stride(1) == weight.stride(2) == 1
     gate, alpha, limit = (gates.NONE, 1.0, 0.0) if activation is None else gates.gate_of(activation)
     gated = gates.has_two(gate)

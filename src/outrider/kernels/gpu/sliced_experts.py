@@ -3,107 +3,29 @@ only the experts that were chosen, each of them once on the way up; more rows co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.activation import Activation
-from outrider.kernels.gpu import gates, launch, sliced
+from outrider.kernels.gpu import gates, launch
 from outrider.kernels.gpu.gates import activated
-from outrider.kernels.quantised import QuantisedStack
+from outrider.kernels.gpu.sums import Operand, sums
+from outrider.kernels.norm import Normed, materialised
 
 MAX_FEW = 8  # rows that a tensor core takes at once
 MAX_TILE = 32  # rows of a tile
 
 
 @triton.jit
-def _power(words, NUMBER: tl.constexpr):
-    """The scale whose exponent is this byte of a word."""
-    byte = (words >> (8 * NUMBER)) & 255
-    return tl.where(byte == 0, 0x400000, byte << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _plus_powers(total, bits, a0, a1, a2, a3, words, IEEE: tl.constexpr, FAST: tl.constexpr):
-    """total + bits . a of fp4 in groups of 32, whose scales are powers of two; a run has four of them in one word."""
-    precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    nothing = tl.zeros_like(total)
-    w0, w1, w2, w3 = sliced._quarters(bits, 2, a0.dtype, FAST)
-    total += tl.dot(w0, a0, nothing, input_precision=precision) * _power(words, 0)[:, :, None]
-    total += tl.dot(w1, a1, nothing, input_precision=precision) * _power(words, 1)[:, :, None]
-    total += tl.dot(w2, a2, nothing, input_precision=precision) * _power(words, 2)[:, :, None]
-    total += tl.dot(w3, a3, nothing, input_precision=precision) * _power(words, 3)[:, :, None]
-    return total
-
-
-@triton.jit
-def _sums(
-    x_at, x_fits, data_at, up, scale_at, offset_at, num_columns, run, inner, num_runs, scale_stride,
-    KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, POWERS: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, TWO: tl.constexpr, IEEE: tl.constexpr, FAST: tl.constexpr,
-    SLICES: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """[S, N, M] float32, twice: the slices' products. x_at and data_at point to where each slice begins, which takes
-    every STEP-th run from number run [S] on. TWO: the second half of the weight's rows, `up` words on, as well."""
-    PARTS: tl.constexpr = 1 if KIND == 5 else (2 if KIND > 2 else 4)
-    RUN: tl.constexpr = PARTS * PART
-    place = tl.arange(0, PART)
-    total = tl.zeros((SLICES, BLOCK_N, BLOCK_M), dtype=tl.float32)
-    second = tl.zeros_like(total)
-    for first in tl.range(0, num_runs, STEP, num_stages=STAGES):
-        number = (first + run) * RUN
-        at = number[:, None, None] + place[None, :, None]
-        a0 = tl.load(x_at + at, mask=x_fits & (EVEN | (at < inner)), other=0.0)
-        a1, a2, a3 = a0, a0, a0
-        if PARTS > 1:
-            a1 = tl.load(x_at + at + PART, mask=x_fits & (EVEN | (at + PART < inner)), other=0.0)
-        if PARTS > 2:
-            a2 = tl.load(x_at + at + 2 * PART, mask=x_fits & (EVEN | (at + 2 * PART < inner)), other=0.0)
-            a3 = tl.load(x_at + at + 3 * PART, mask=x_fits & (EVEN | (at + 3 * PART < inner)), other=0.0)
-        m0, m1, m2, m3 = 0.0, 0.0, 0.0, 0.0
-        if HAS_OFFSET:
-            m0, m1 = tl.sum(a0.to(tl.float32), 1), tl.sum(a1.to(tl.float32), 1)
-            m2, m3 = m1, m1
-            if PARTS > 2:
-                m2, m3 = tl.sum(a2.to(tl.float32), 1), tl.sum(a3.to(tl.float32), 1)
-        fits = (first + run < num_runs)[:, None, None]
-        if KIND == 5:
-            fits = number[:, None, None] + place[None, None, :] < inner
-        bits = tl.load(data_at + first * PART, mask=EVEN | fits, other=0)
-        if POWERS:
-            scale_fits = EVEN | (first + run < num_runs)[:, None]
-            scales = scale_at + (first + run)[:, None] * scale_stride
-            words = tl.load(scales, mask=scale_fits, other=0)
-            total = _plus_powers(total, bits, a0, a1, a2, a3, words, IEEE, FAST)
-        else:
-            total = sliced._plus(
-                total, bits, a0, a1, a2, a3, m0, m1, m2, m3, scale_at, offset_at, number[:, None], inner, scale_stride,
-                KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST,
-            )  # fmt: skip
-        if TWO:
-            bits = tl.load(data_at + up + first * PART, mask=EVEN | fits, other=0)
-            if POWERS:
-                words = tl.load(scales + num_columns, mask=scale_fits, other=0)
-                second = _plus_powers(second, bits, a0, a1, a2, a3, words, IEEE, FAST)
-            else:
-                second = sliced._plus(
-                    second, bits, a0, a1, a2, a3, m0, m1, m2, m3, scale_at + num_columns, offset_at + num_columns,
-                    number[:, None], inner, scale_stride, KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST,
-                )  # fmt: skip
-    return total, second
-
-
-@triton.jit
 def _tile(
-    x, data, scale, offset, bias, experts, pairs, out,
-    num_pairs, num_columns, inner, num_runs, width, scale_stride, x_stride, per_row, alpha, limit,
+    x, data, scale, offset, bias, norm, experts, pairs, out,
+    num_pairs, num_columns, inner, num_runs, width, scale_stride, x_stride, per_row, alpha, limit, norm_offset, eps,
     KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, POWERS: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_OFFSET: tl.constexpr, GATE: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    IEEE: tl.constexpr, FAST: tl.constexpr, FEW: tl.constexpr, SLICES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, IEEE: tl.constexpr, FAST: tl.constexpr, FEW: tl.constexpr, SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some columns of what an expert makes of its rows. Pair p reads row p // per_row of x and writes row p of the
     output. FEW: `experts` has the experts of all pairs, and the first pair of each expert is its tile; else it has
@@ -133,14 +55,17 @@ def _tile(
         data + (first_row + near)[None, :, None] * width + run[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
     )
     scale_at, offset_at = scale + (first_row + near)[None, :], offset + (first_row + near)[None, :]
-    total, second = _sums(
+    total, second, squares = sums(
         x + row[None, None, :] * x_stride, exists[None, None, :], data_at, num_columns.to(tl.int64) * width,
-        scale_at, offset_at, num_columns, run, inner, num_runs, scale_stride,
-        KIND, PART, GROUP, EVEN, POWERS, HAS_OFFSET, TWO, IEEE, FAST, SLICES, SLICES, BLOCK_M, BLOCK_N, STAGES,
+        scale_at, offset_at, norm, norm_offset, num_columns, run, inner, num_runs, scale_stride,
+        KIND, PART, GROUP, EVEN, POWERS, HAS_OFFSET, NORM, TWO, IEEE, FAST, SLICES, SLICES, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     total, second = tl.sum(total, 0), tl.sum(second, 0)
+    if NORM:
+        root = tl.rsqrt(tl.sum(tl.sum(squares, 0), 0) / inner + eps)[None, :]
+        total, second = total * root, second * root
     if GROUP == 0 and HAS_SCALE:
         total *= tl.load(scale + first_row + near).to(tl.float32)[:, None]
         if TWO:
@@ -183,10 +108,10 @@ def _down(
     data_at = data + rows[:, :, None] * width + run[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
     lane = tl.arange(0, BLOCK_M)
     x_at = x + pair.to(tl.int64)[:, None, None] * inner + (lane * 0)[None, None, :]
-    total, _ = _sums(
+    total, _, _ = sums(
         x_at, is_chosen[:, None, None] & (lane == 0)[None, None, :], data_at, num_columns.to(tl.int64), scale + rows,
-        offset + rows, num_columns, run, inner, num_runs, scale_stride,
-        KIND, PART, GROUP, EVEN, POWERS, HAS_OFFSET, False, IEEE, FAST, SLICES, SPLIT, BLOCK_M, BLOCK_N, STAGES,
+        offset + rows, x, 0.0, num_columns, run, inner, num_runs, scale_stride,
+        KIND, PART, GROUP, EVEN, POWERS, HAS_OFFSET, False, False, IEEE, FAST, SLICES, SPLIT, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -204,47 +129,7 @@ def _down(
     tl.store(out + place.to(tl.int64) * num_columns + column, value.to(kind), mask=column < num_columns)
 
 
-@dataclass(frozen=True)
-class Operand:
-    """A stack of matrices as kernels see it."""
-
-    data: Tensor  # [E * N, words]
-    scale: Tensor | None
-    offset: Tensor | None
-    num_rows: int  # N
-    inner: int  # K
-    kind: int
-    part: int
-    group: int
-    powers: bool = False
-    order: Tensor | None = None  # [K]: which column of the input belongs to each number; None: its own
-
-    def ordered(self, x: Tensor) -> Tensor:
-        return x if self.order is None else x.index_select(1, self.order)
-
-    @property
-    def num_parts(self) -> int:
-        return 1 if self.kind == sliced.DENSE else 2 if self.kind > 2 else 4
-
-    @property
-    def run(self) -> int:
-        return self.num_parts * self.part
-
-
-def operand(weight: Tensor | QuantisedStack) -> Operand:
-    """weight [E, N, K], dense or in few bits."""
-    _, num_rows, inner = weight.shape
-    if isinstance(weight, Tensor):
-        rows = weight.flatten(0, 1)
-        return Operand(rows, None, None, num_rows, inner, sliced.DENSE, sliced.DENSE_PART, 0)
-    matrix = weight.matrix
-    is_flat = len(matrix.scale) == 1 and matrix.offset is None and not matrix.has_exponents
-    kind, group = sliced.NUMBERS[matrix.kind], 0 if is_flat else matrix.group
-    scale, offset, powers = matrix.scale, matrix.offset, matrix.has_exponents
-    return Operand(matrix.data, scale, offset, num_rows, inner, kind, matrix.part, group, powers, matrix.order)
-
-
-def up_few(x: Tensor, ids: Tensor, weight: Operand, bias: Tensor | None, activation: Activation) -> Tensor:
+def up_few(x: Tensor | Normed, ids: Tensor, weight: Operand, bias: Tensor | None, activation: Activation) -> Tensor:
     """x [T, H], ids [T, k] -> [T * k, I]: what each pair's expert makes of its row."""
     return _tiles_of(x, ids, None, weight, bias, ids.shape[1], ids.numel(), activation, MAX_FEW)
 
@@ -263,7 +148,7 @@ def in_tiles(
 
 
 def _tiles_of(
-    x: Tensor,
+    x: Tensor | Normed,
     experts: Tensor,
     pairs: Tensor | None,
     weight: Operand,
@@ -274,21 +159,23 @@ def _tiles_of(
     block_m: int,
 ) -> Tensor:
     gate, alpha, limit = (gates.NONE, 1.0, 0.0) if activation is None else gates.gate_of(activation)
-    two, x = gates.has_two(gate), weight.ordered(x)
+    norm = x if isinstance(x, Normed) and weight.order is None else None
+    x = norm.x if norm is not None else weight.ordered(materialised(x))
+    two = gates.has_two(gate)
     num_columns = weight.num_rows // 2 if two else weight.num_rows
     out = x.new_empty(num_pairs, num_columns)
-    slices, early = 4, launch.early(x)
-    block_n = 32 if weight.num_parts == 4 and two and block_m <= 16 else 16
+    slices, block_n, early = 4, 16, launch.early(x)
     stages = 3 if two or block_m == 32 else 4
     nothing = out if weight.scale is None else weight.scale
     _tile[(triton.cdiv(num_columns, block_n), experts.numel())](
         x, weight.data, nothing, nothing if weight.offset is None else weight.offset, out if bias is None else bias,
-        experts, experts if pairs is None else pairs, out,
+        out if norm is None else norm.weight, experts, experts if pairs is None else pairs, out,
         num_pairs, num_columns, weight.inner, triton.cdiv(weight.inner, weight.run), weight.data.stride(0),
         0 if weight.scale is None else weight.scale.stride(0), x.stride(0), per_row, alpha, limit,
-        KIND=weight.kind, PART=weight.part, GROUP=weight.group, EVEN=weight.inner % (weight.run * slices) == 0,
+        0.0 if norm is None else norm.offset, 0.0 if norm is None else norm.eps, KIND=weight.kind, PART=weight.part,
+        GROUP=weight.group, EVEN=weight.inner % (weight.run * slices) == 0,
         POWERS=weight.powers, HAS_SCALE=weight.scale is not None, HAS_OFFSET=weight.offset is not None, GATE=gate,
-        TWO=two, HAS_BIAS=bias is not None, IEEE=x.dtype == torch.float32,
+        TWO=two, HAS_BIAS=bias is not None, NORM=norm is not None, IEEE=x.dtype == torch.float32,
         FAST=x.is_cuda and x.dtype == torch.bfloat16, FEW=pairs is None, SLICES=slices, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_P=triton.next_power_of_2(num_pairs) if pairs is None else 1, STAGES=stages,
         EARLY=early, num_warps=4, num_stages=stages, **launch.options(early),
