@@ -22,7 +22,7 @@ import torch
 from samples import METHODS, drafter_settings, sample_target, suits
 
 from outrider import LLM, SamplingParams
-from outrider.engine.config_check import KEYS
+from outrider.checkpoints.config_check import KEYS
 
 VALUES = (None, "x", -1, 0, 1, 3, 1000, 1e30, [], {}, True, math.nan, -math.inf, 10**30, 10**9, [None], 0.5, ["x"] * 4)
 # errors that name a tensor that the changed config does not describe, or where a config is read

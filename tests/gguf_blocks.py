@@ -6,8 +6,8 @@ import gguf
 import numpy
 import torch
 
-from outrider.engine.finite import SCALES
-from outrider.engine.gguf_file import TENSOR_TYPES
+from outrider.checkpoints.finite import SCALES
+from outrider.checkpoints.gguf_file import TENSOR_TYPES
 from outrider.kernels.packed import Blocks
 
 QUANTISED = {number: name for number, (name, _, _) in TENSOR_TYPES.items() if name in SCALES}

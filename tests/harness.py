@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outrider.checkpoints.checkpoint import open_checkpoint
+from outrider.checkpoints.loader import build_target, load_weights
 from outrider.engine.cache import Cache, CacheShape
-from outrider.engine.checkpoint import open_checkpoint
-from outrider.engine.loader import build_target, load_weights
 from outrider.engine.request import Request, Work
 from outrider.engine.runner import Runner, exact_shape
 from outrider.models.base import Target

@@ -37,8 +37,8 @@ from outrider.bench.prompts import (
     workload,
 )
 from outrider.bench.sides import OutriderSide, Timing, bytes_read
+from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.console import print_json
-from outrider.engine.checkpoint import open_checkpoint
 from outrider.measure import Question, compare, forget_requests, run
 from outrider.sampling_params import Speculation
 

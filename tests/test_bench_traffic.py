@@ -19,16 +19,16 @@ from test_bench_round import SHAPE
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
+from outrider.bench.load.serve_client import Answered, Asking
+from outrider.bench.load.serve_load import Load, Outcome
+from outrider.bench.load.serve_metrics import Drafting
+from outrider.bench.load.traffic import Level, LevelRuns, TrafficPlan, measure_levels, output_rate
+from outrider.bench.load.traffic_opening import engine_sides, random_sides, server_arguments
+from outrider.bench.load.traffic_plot import COLOURS
+from outrider.bench.load.traffic_prompts import traffic_prompts
+from outrider.bench.load.traffic_report import TrafficSetting, show_card, to_dict
+from outrider.bench.load.traffic_sides import Clients, EngineSide
 from outrider.bench.prompts import PromptText, Vocabulary
-from outrider.bench.serve_client import Answered, Asking
-from outrider.bench.serve_load import Load, Outcome
-from outrider.bench.serve_metrics import Drafting
-from outrider.bench.traffic import Level, LevelRuns, TrafficPlan, measure_levels, output_rate
-from outrider.bench.traffic_opening import engine_sides, random_sides, server_arguments
-from outrider.bench.traffic_plot import COLOURS
-from outrider.bench.traffic_prompts import traffic_prompts
-from outrider.bench.traffic_report import TrafficSetting, show_card, to_dict
-from outrider.bench.traffic_sides import Clients, EngineSide
 from outrider.cli import app
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.governor import Governor

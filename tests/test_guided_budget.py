@@ -7,8 +7,8 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.engine import guidance
-from outrider.engine.grammar import Guide
 from outrider.engine.request import Request
+from outrider.grammar.guide import Guide
 from outrider.sampling_params import Guided
 
 pytest.importorskip("xgrammar")

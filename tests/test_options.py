@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 import outrider.pair
 from outrider.bench.prompts import PromptText, Vocabulary
+from outrider.checkpoints.checkpoint import open_checkpoint
+from outrider.checkpoints.loader import build_target
 from outrider.cli import app
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import drafters
-from outrider.engine.checkpoint import open_checkpoint
-from outrider.engine.loader import build_target
 from outrider.llm import LLM
 from outrider.options import EngineOptions
 from outrider.pair import DEFAULT_DIRECTORY

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from outrider import __version__, vision
-from outrider.engine import grammar_compiler
 from outrider.extras import extra_missing
+from outrider.grammar import compiler as grammar_compiler
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "outrider"

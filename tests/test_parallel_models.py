@@ -9,9 +9,9 @@ import torch
 from harness import Harness, load_target
 from thread_ranks import on_ranks
 
+from outrider.checkpoints.checkpoint import open_checkpoint
+from outrider.checkpoints.loader import build_target, load_weights
 from outrider.engine.channel import decode, encode
-from outrider.engine.checkpoint import open_checkpoint
-from outrider.engine.loader import build_target, load_weights
 from outrider.engine.stages import split_layers
 from outrider.kernels.collective import Ranks
 from outrider.layers.embedding import Head

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.engine.checkpoint import HUB_EXCLUDED, HUB_PATTERNS, is_hub_id
+from outrider.checkpoints.checkpoint import HUB_EXCLUDED, HUB_PATTERNS, is_hub_id
 
 TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.txt"]
 

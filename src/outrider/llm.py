@@ -17,15 +17,15 @@ import torch
 
 from outrider.agreement import Checkup, check_up
 from outrider.chat_template import ChatOptions, Messages
+from outrider.checkpoints.checkpoint import open_checkpoint
+from outrider.checkpoints.loader import Progress
 from outrider.compatibility.llm import CALLS, METHODS, PROMPT
 from outrider.config import EngineConfig, WatchdogConfig, batch_limits
 from outrider.drafters.base import Drafter
-from outrider.engine.checkpoint import open_checkpoint
-from outrider.engine.grammar import Guide
-from outrider.engine.loader import Progress
 from outrider.engine.request import Request, TextStream
 from outrider.engine.shared import SharedEngine
 from outrider.engine.warm_up import warm_up
+from outrider.grammar.guide import Guide
 from outrider.llm_arguments import EngineArgs, Named, dtype_name, length_of, settle, template_text
 from outrider.metrics import Figures, Metric
 from outrider.models.base import Target

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.engine.checkpoint import open_checkpoint
+from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.engine.request import Request
 from outrider.generation_config import SAMPLING_KEYS, default_sampling
 from outrider.outputs import RequestMetrics, RequestOutput

@@ -11,16 +11,9 @@ from typing import Any
 
 import torch
 
-from outrider.config import EngineConfig, SpeculativeConfig
-from outrider.drafters.base import Drafter
-from outrider.drafters.predicted import with_predictions
-from outrider.engine.cache import NUM_MISSABLE
-from outrider.engine.cache_dtype import choose_pages
-from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
-from outrider.engine.drafting import Drafting
-from outrider.engine.engine import Engine
-from outrider.engine.gguf import GgufCheckpoint
-from outrider.engine.loader import (
+from outrider.checkpoints.checkpoint import load_tokenizer, open_checkpoint
+from outrider.checkpoints.gguf import GgufCheckpoint
+from outrider.checkpoints.loader import (
     KeptBlocks,
     Progress,
     build_drafter,
@@ -31,6 +24,13 @@ from outrider.engine.loader import (
     lives_in_target,
     load_weights,
 )
+from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.drafters.base import Drafter
+from outrider.drafters.predicted import with_predictions
+from outrider.engine.cache import NUM_MISSABLE
+from outrider.engine.cache_dtype import choose_pages
+from outrider.engine.drafting import Drafting
+from outrider.engine.engine import Engine
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
 from outrider.engine.stages import AbsentDrafter, split_layers
 from outrider.engine.team import Team, device_for

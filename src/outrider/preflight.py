@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from outrider.checkpoints.checkpoint import is_hub_id, load_tokenizer, open_checkpoint
+from outrider.checkpoints.loader import build_drafter, build_target, building, lives_in_target
 from outrider.config import EngineConfig
 from outrider.drafters.base import Sureness, drafters, recognised
-from outrider.engine.checkpoint import is_hub_id, load_tokenizer, open_checkpoint
-from outrider.engine.loader import build_drafter, build_target, building, lives_in_target
 from outrider.models.base import Target
 from outrider.types import Checkpoint
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.chat_template import MAX_IMAGES
-from outrider.engine.finite import FiniteCheck, check_kind
+from outrider.checkpoints.finite import FiniteCheck, check_kind
 from outrider.extras import extra_missing
 from outrider.models.base import Target, Vision
 from outrider.tokenizer import Tokenizer

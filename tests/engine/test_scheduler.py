@@ -135,6 +135,26 @@ def test_prompts_beside_decoding_are_read_in_parts() -> None:
     assert [work.num_rows for work in run_round(scheduler)] == [1, 5, 10]
 
 
+def test_where_more_prompts_wait_than_can_be_read_it_is_crowded() -> None:
+    """Once somebody decodes; unless drafts are few beside the prompts."""
+    limits = Limits(64, 4096, 4096, 16, 4, prefix_caching=False, num_prompt_rows=256)
+    scheduler = Scheduler(limits, PagePool(4096))
+    for number in range(5):
+        scheduler.add(make_request(number, 10, 4))
+    assert not scheduler.is_crowded(2), "nobody decodes"
+    run_round(scheduler)
+    assert not scheduler.is_crowded(2), "nobody waits"
+    scheduler.add(make_request(5, 200, 4))
+    assert not scheduler.is_crowded(2), "all that waits can be read at once"
+    scheduler.add(make_request(6, 200, 4))
+    assert scheduler.is_crowded(2)
+    assert not scheduler.is_crowded(1), "five rows of drafts beside 256 of prompts"
+    plan = scheduler.next(0, flying=True)
+    scheduler.launched(plan.work)
+    assert sum(work.num_rows for work in plan.work) == 5 + 256
+    assert not scheduler.is_crowded(2), "what a round under way reads does not wait"
+
+
 def run_round(scheduler: Scheduler) -> list[Work]:
     """Plans a round in which everybody who emits gets one token."""
     plan = scheduler.next(0)

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider import LLM, SamplingParams
+from outrider.checkpoints.checkpoint import open_checkpoint
+from outrider.checkpoints.loader import build_target, load_weights
 from outrider.drafters.base import Drafter
 from outrider.engine.cache import Cache, CacheShape
-from outrider.engine.checkpoint import open_checkpoint
-from outrider.engine.loader import build_target, load_weights
 from outrider.engine.request import Request, Work
 from outrider.engine.runner import Runner, exact_shape
 from outrider.kernels import native

@@ -15,8 +15,8 @@ from harness import Harness, load_target, prompt_work
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from outrider.checkpoints.loader import load_weights
 from outrider.engine.cache import Cache, CacheShape
-from outrider.engine.loader import load_weights
 from outrider.engine.request import Request
 from outrider.engine.runner import Runner, exact_shape
 from outrider.models.base import Target, targets

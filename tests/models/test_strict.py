@@ -13,8 +13,8 @@ from harness import load_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.engine.checkpoint import open_checkpoint
-from outrider.engine.loader import build_target
+from outrider.checkpoints.checkpoint import open_checkpoint
+from outrider.checkpoints.loader import build_target
 
 
 def used_tensors(path: Path) -> list[str]:

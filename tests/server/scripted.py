@@ -14,10 +14,10 @@ from samples import Oracle
 from torch import Tensor
 
 from outrider import LLM
-from outrider.engine.grammar import Guide
-from outrider.engine.masks import fill_masks
 from outrider.engine.request import Request
-from outrider.engine.vocabulary import Vocabulary
+from outrider.grammar.guide import Guide
+from outrider.grammar.masks import fill_masks
+from outrider.grammar.vocabulary import Vocabulary
 from outrider.sampling_params import SamplingParams
 from outrider.types import Draft, Hidden, Step, Verdict
 

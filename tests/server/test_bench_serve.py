@@ -14,11 +14,11 @@ import uvicorn
 from running import Running, Serve, wait_for
 from typer.testing import CliRunner
 
+from outrider.bench.load.serve_client import Answered, Asking, StreamReader, events, kind_of
+from outrider.bench.load.serve_load import Load, Outcome, connect, run_load
+from outrider.bench.load.serve_metrics import drafting_from, drafting_of
+from outrider.bench.load.serve_report import Figures, parse_goals, summarise, to_dict, within
 from outrider.bench.prompts import PromptText
-from outrider.bench.serve_client import Answered, Asking, StreamReader, events, kind_of
-from outrider.bench.serve_load import Load, Outcome, connect, run_load
-from outrider.bench.serve_metrics import drafting_from, drafting_of
-from outrider.bench.serve_report import Figures, parse_goals, summarise, to_dict, within
 from outrider.cli import app
 from outrider.server.security import access_for
 
@@ -82,7 +82,7 @@ def test_what_is_asked_for() -> None:
 
 
 async def _measured(url: str, asking: Asking, prompts: list[PromptText]) -> Outcome:
-    from outrider.bench.serve import Server, measure
+    from outrider.bench.load.serve import Server, measure
 
     return await measure(Server(url, None, None, 30.0), asking, prompts, Load(4, 0, 2, None, 3))
 

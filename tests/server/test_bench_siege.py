@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from typer.testing import CliRunner
 
-from outrider.bench import siege as siege_module
-from outrider.bench.siege import (
+from outrider.bench.load import siege as siege_module
+from outrider.bench.load.siege import (
     Assault,
     Bounds,
     Target,
@@ -19,8 +19,8 @@ from outrider.bench.siege import (
     running_server,
     to_dict,
 )
-from outrider.bench.siege_attacks import ATTACKS, Attack, Siege
-from outrider.bench.siege_victims import Address, Measured, Seen
+from outrider.bench.load.siege_attacks import ATTACKS, Attack, Siege
+from outrider.bench.load.siege_victims import Address, Measured, Seen
 from outrider.cli import app
 
 BUSY = Bounds(plain=10.0, health=5.0)  # other tests run beside it

@@ -14,7 +14,7 @@ from running import Running, Serve
 
 import outrider
 from outrider import LLM
-from outrider.engine.checkpoint import open_checkpoint
+from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.server import app as app_module
 from outrider.server import security
 from outrider.server.parsers import ParserNames, ToolOptions, answer_parser, tool_parsers

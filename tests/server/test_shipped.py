@@ -20,7 +20,7 @@ from running import wait_for
 
 import outrider
 from outrider import LLM, Guided, SamplingParams
-from outrider.bench.server_process import _free_port
+from outrider.bench.load.server_process import _free_port
 from outrider.server.engine_host import Opening, ProcessHost
 
 pytestmark = pytest.mark.slow

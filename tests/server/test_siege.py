@@ -494,7 +494,7 @@ def test_a_grammar_that_becomes_slow_is_the_clients_to_mend(
     running: Running, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from outrider.engine import guidance
-    from outrider.engine.grammar import Guide
+    from outrider.grammar.guide import Guide
 
     honest = Guide.masks
 
@@ -562,7 +562,7 @@ def test_a_log_that_cannot_be_written_is_no_reason_to_end() -> None:
 
 def test_a_server_whose_standard_error_is_full() -> None:
     """It serves all the same, and says "listening" when it does."""
-    from outrider.bench import server_process
+    from outrider.bench.load import server_process
 
     port = server_process._free_port()
     command = [sys.executable, "-m", "outrider", "serve", "--port", str(port), "--threads", "1"]

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.overhead import OFFLINE, STREAMED, WHOLE, Task, run_in_turn, to_dict
-from outrider.bench.server_process import server_process
-from outrider.bench.soak import GAUGES, NUM_CHATS, Reading, Soak, figures_in, judge, run_soak
-from outrider.bench.soak_clients import QUESTIONS, Crowd, Replay, Tally
+from outrider.bench.load.overhead import OFFLINE, STREAMED, WHOLE, Task, run_in_turn, to_dict
+from outrider.bench.load.server_process import server_process
+from outrider.bench.load.soak import GAUGES, NUM_CHATS, Reading, Soak, figures_in, judge, run_soak
+from outrider.bench.load.soak_clients import QUESTIONS, Crowd, Replay, Tally
 
 
 @pytest.mark.slow

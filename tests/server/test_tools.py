@@ -13,8 +13,8 @@ import tokenizers
 from running import Running, Serve
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from outrider.engine.grammar import Grammars
-from outrider.engine.masks import fill_masks
+from outrider.grammar.guide import Grammars
+from outrider.grammar.masks import fill_masks
 from outrider.sampling_params import Guided
 from outrider.server.messages import message_of
 from outrider.server.parsers import (

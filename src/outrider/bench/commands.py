@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.bench.depth_command import depth
-from outrider.bench.server_commands import overhead, serve, soak
+from outrider.bench.load.server_commands import overhead, serve, soak
+from outrider.bench.load.siege_command import siege
+from outrider.bench.load.traffic_command import traffic
 from outrider.bench.shapes import SHAPES
-from outrider.bench.siege_command import siege
 from outrider.bench.startup_command import startup
-from outrider.bench.traffic_command import traffic
 from outrider.certify.fuzz_command import fuzz
 from outrider.commands import Group, add
 from outrider.console import open_consoles, print_json, progress_bar

@@ -16,12 +16,12 @@ from rich.text import Text
 
 from outrider import __version__
 from outrider.bench.interleave import Spread
+from outrider.bench.load.serve_client import Asking
+from outrider.bench.load.serve_load import Load, Outcome
+from outrider.bench.load.traffic import LevelRuns, Note, TrafficPlan, output_rate
+from outrider.bench.load.traffic_opening import engine_sides, random_sides
+from outrider.bench.load.traffic_sides import EngineSide, TrafficSide
 from outrider.bench.prompts import PromptText
-from outrider.bench.serve_client import Asking
-from outrider.bench.serve_load import Load, Outcome
-from outrider.bench.traffic import LevelRuns, Note, TrafficPlan, output_rate
-from outrider.bench.traffic_opening import engine_sides, random_sides
-from outrider.bench.traffic_sides import EngineSide, TrafficSide
 from outrider.config import EngineConfig
 from outrider.engine.policy import DepthPolicy, FixedDepth
 

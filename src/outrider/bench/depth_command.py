@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated, Any
 
-from outrider.bench.traffic_command import Shape, TrafficOptions, numbers_of
+from outrider.bench.load.traffic_command import Shape, TrafficOptions, numbers_of
 from outrider.commands import option
 from outrider.console import open_consoles, print_json, progress_bar, show_note
 from outrider.options import AsJson, EngineOptions, ModelArgument
@@ -38,10 +38,10 @@ def depth(
     options = options.named(target, needs_model=shape is None)
     with importing():
         from outrider.bench.depth import open_sides, show_card, to_dict
+        from outrider.bench.load.traffic import measure_levels
+        from outrider.bench.load.traffic_prompts import traffic_prompts
         from outrider.bench.prompts import Vocabulary
         from outrider.bench.random_pair import random_config, shape_of
-        from outrider.bench.traffic import measure_levels
-        from outrider.bench.traffic_prompts import traffic_prompts
     plan = traffic_options.plan(is_small=options.model is None and shape is None)
     settings: dict[str, Any] = {
         "max_num_seqs": max(level.clients or 1 for level in plan.levels),

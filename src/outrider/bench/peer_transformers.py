@@ -13,7 +13,7 @@ from torch import nn
 
 from outrider.bench.peers import Clock, Peer, PeerOptions, import_peer, peers
 from outrider.bench.sides import Prompts, Timing
-from outrider.engine.checkpoint import open_checkpoint
+from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.types import Checkpoint
 
 BLOCK_SIZE = 256  # tokens, of transformers' paged cache

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
+from outrider.checkpoints.checkpoint import load_tokenizer, open_checkpoint
 from outrider.tokenizer import Tokenizer
 
 

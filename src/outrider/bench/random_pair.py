@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from outrider.bench.shapes import SHAPES
+from outrider.checkpoints.loader import building, is_for_gpu
 from outrider.config import EngineConfig, SpeculativeConfig, batch_limits
 from outrider.drafters.base import Drafter, drafters
 from outrider.engine.cache_dtype import choose_pages
 from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
-from outrider.engine.loader import building, is_for_gpu
 from outrider.engine.memory import parameter_bytes, plan_memory
 from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.block import DecoderBlock

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.bench.traffic_command import Shape, drafter_name
+from outrider.bench.load.traffic_command import Shape, drafter_name
 from outrider.console import checkpoint_name, open_consoles, print_json, show_note
 from outrider.options import AsJson, EngineOptions, ModelArgument
 from outrider.startup import importing

@@ -17,6 +17,8 @@ LONGEST = 8  # rounds of the same depth
 class Restless:
     """A DepthPolicy at random. The longest rests are longer than what a drafter may miss."""
 
+    adaptive = True
+
     def __init__(
         self, lookahead: int, seed: int = 0, num_missable: int = NUM_MISSABLE, *, followed: float = 0.75
     ) -> None:

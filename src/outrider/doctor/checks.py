@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from outrider.agreement import MIN_PLACES, Agreement
+from outrider.checkpoints.checkpoint import load_tokenizer, open_checkpoint
 from outrider.doctor.diagnosis import FAULT, GOOD, NOTE, Bucket, Finding
 from outrider.doctor.readings import differing_rotaries, rope_settings
 from outrider.drafters.base import Drafter
-from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
 from outrider.models.base import Target
 from outrider.tokenizer import Tokenizer
 

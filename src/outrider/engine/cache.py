@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from outrider.engine.host_memory import zeros
 from outrider.engine.snapshot_pool import NUM_WANTED
 from outrider.engine.snapshots import Wanted
 from outrider.engine.upload import upload
+from outrider.host_memory import zeros
 from outrider.kernels.round import keep_taps
 from outrider.layers.cached import CachedLayer, RecurrentLayer, cached_layers, recurrent_layers
 from outrider.types import NULL_PAGE, CacheSpec, Hidden, Images, Latent, Recurrent, SlotState, Step, Verdict

@@ -65,6 +65,10 @@ class Drafting:
         wanted = [request.most_drafts() for request in requests]
         return max(most if want is None else min(want, most) for want in wanted)
 
+    def may_pause(self, requests: Sequence[Request]) -> bool:
+        """Whether a round may draft nothing, though drafts pay."""
+        return self.policy.adaptive and not any(request.prediction is not None for request in requests)
+
     def follows(self, num_running: int) -> bool:
         """Whether the drafter will follow the text of one more request beside so many. If not, it is never drafted for:
         then even its prompt costs what it would cost without a drafter."""

@@ -17,7 +17,6 @@ from outrider.drafters.base import Drafter
 from outrider.engine.cache import Cache
 from outrider.engine.drafting import Drafting
 from outrider.engine.flight import Flight, landed, to_host, wants_logprobs, wants_prompt_logprobs
-from outrider.engine.grammar import Grammars, Guide
 from outrider.engine.graphs import NUM_ROWS, Graphs
 from outrider.engine.guidance import guidance_of
 from outrider.engine.launched import LaunchedRanks
@@ -38,6 +37,7 @@ from outrider.engine.team import RankLostError, Team
 from outrider.engine.verify import synthetic_choice
 from outrider.engine.watchdog import Watchdog
 from outrider.engine.workers import Workers, return_workers
+from outrider.grammar.guide import Grammars, Guide
 from outrider.kernels.dispatch import has_triton
 from outrider.models.base import Target
 from outrider.sampling_params import Guided, SamplingParams
@@ -157,7 +157,10 @@ class Engine:
     def _launch_rounds(self) -> None:
         while len(self._flights) < self._max_flying and self._is_foreseeable:
             begin = self.stopwatch.now()
-            depth = self.drafting.depth(self.scheduler.running or self.scheduler.next_in_line)
+            requests = self.scheduler.running or self.scheduler.next_in_line
+            depth = self.drafting.depth(requests)
+            if depth and self.drafting.may_pause(requests) and self.scheduler.is_crowded(max(depth // 2, 1)):
+                depth = 0
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
             if not plan.work:
                 break

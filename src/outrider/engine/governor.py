@@ -51,6 +51,8 @@ class Choice:
 
 
 class Governor:
+    adaptive = True
+
     def __init__(self, lookahead: int, num_slots: int) -> None:
         self.depths = depths_up_to(lookahead)
         self._row_sizes: RowSizes | None = None

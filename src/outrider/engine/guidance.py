@@ -12,8 +12,8 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from outrider.engine.masks import Unfilled, fill_masks
 from outrider.engine.request import Work
+from outrider.grammar.masks import Unfilled, fill_masks
 from outrider.types import RoundShape
 
 MAX_SECONDS = 1.0  # that everybody waits for the grammars of a round

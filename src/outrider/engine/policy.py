@@ -54,6 +54,8 @@ class Landed:
 class DepthPolicy(Protocol):
     """Asked before every round, told after it."""
 
+    adaptive: bool  # whether a round may draft less than it says, where others would wait for long
+
     @property
     def depths(self) -> tuple[int, ...]:
         """All that depth() may say."""
@@ -85,6 +87,8 @@ class DepthPolicy(Protocol):
 
 class FixedDepth:
     """As many tokens as there can be, whatever they are worth."""
+
+    adaptive = False
 
     def __init__(self, depth: int) -> None:
         self.latest = depth

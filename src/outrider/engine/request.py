@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from outrider.engine.grammar import Guide
 from outrider.engine.snapshot_pool import Marks
 from outrider.engine.watchdog import Standing
+from outrider.grammar.guide import Guide
 from outrider.outputs import CompletionOutput, Logprob
 from outrider.sampling_params import SamplingParams, Speculation
 from outrider.tokenizer import Detokenizer, StopChecker, Tokenizer

@@ -14,6 +14,7 @@ from outrider.engine.request import Request, Status, Work
 from outrider.engine.snapshots import Snapshots, Wanted
 
 MAX_FIGURES = 2**12  # log-probabilities of prompts that are made in a round: some ten milliseconds
+FEW_DRAFTS = 32  # one row of a draft beside so many of prompts delays nobody much
 
 Follows = Callable[[int], bool]
 
@@ -125,6 +126,16 @@ class Scheduler:
         plan = [work for work in plan if work.request.status is Status.RUNNING]
         assert plan or flying or not self.has_work or self.waiting, "running requests that cannot run"
         return Plan(plan, admitted, self.snapshots.plan(plan) if self.snapshots is not None else [])
+
+    def is_crowded(self, num_drafts: int) -> bool:
+        """Whether more prompts wait than the next round can read beside those who decode, and drafts of so many tokens
+        would keep them waiting much longer: beside prompts the device computes all the time, and a draft's row takes
+        as long as a prompt's."""
+        num_decoding = sum(not _is_reading(request) for request in self.running)
+        if FEW_DRAFTS * num_decoding * num_drafts <= self.limits.num_prompt_rows:
+            return False
+        unread = [*self.running, *self.next_in_line]
+        return sum(_num_unread(request) for request in unread) > self.limits.num_prompt_rows
 
     def _room_beside(self, num_rows: int) -> int:
         """Rows of prompts in a round in which so many others decode. Whoever decodes should not wait long for whoever
@@ -335,5 +346,11 @@ def _rows_of(request: Request, start: int, num_rows: int, num_known: int, depth:
 
 def _is_reading(request: Request) -> bool:
     """Whether more than its last known token is still to be run."""
-    planned = request.num_computed + sum(work.num_rows for work in request.flying)
-    return planned < len(request.tokens) - 1 and not any(work.emits for work in request.flying)
+    return _num_unread(request) > 1
+
+
+def _num_unread(request: Request) -> int:
+    """Known tokens that no round has run, nor is running."""
+    if any(work.emits for work in request.flying):
+        return 0
+    return len(request.tokens) - request.num_computed - sum(work.num_rows for work in request.flying)

@@ -243,7 +243,7 @@ def serve_command(
 
 def _opened(host: ProcessHost, consoles: Consoles, files: FileOptions) -> tuple[Opened, Tokenizer | None, Defaults]:
     """What the front needs: the tokenizer is read here while the weights are read there."""
-    from outrider.engine.gguf_tokenizer import tokenizer_at
+    from outrider.checkpoints.gguf_tokenizer import tokenizer_at
     from outrider.server.defaults import chosen_defaults
 
     found: list[tuple[Tokenizer | None, Defaults]] = []

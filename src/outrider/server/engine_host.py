@@ -158,7 +158,7 @@ def _open(opening: Opening, link: Link) -> LLM | None:
         link.send(Loading(what, done, total))
 
     try:
-        from outrider.engine.checkpoint import open_checkpoint
+        from outrider.checkpoints.checkpoint import open_checkpoint
         from outrider.llm import LLM
 
         config = opening.config()

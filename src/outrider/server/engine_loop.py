@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.engine.grammar_trial import NICENESS
 from outrider.engine.request import Progress, Request
 from outrider.engine.team import RankLostError
+from outrider.grammar.trial import NICENESS
 from outrider.lanes import Lane
 from outrider.llm import LLM
 from outrider.overload import OverloadError

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 import torch.distributed
 
+from outrider.checkpoints.checkpoint import load_tokenizer, open_checkpoint
+from outrider.checkpoints.loader import build_drafter, build_target, building, load_weights
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter
 from outrider.drafters.fresh import Fresh, Plan
-from outrider.engine.checkpoint import load_tokenizer, open_checkpoint
-from outrider.engine.loader import build_drafter, build_target, building, load_weights
 from outrider.llm import LLM
 from outrider.models.base import Target
 from outrider.preflight import WithoutMemory
@@ -162,6 +162,7 @@ class Run:
             dtype=options.dtype,
             seed=options.seed,
             threads=options.threads,
+            cpu_activations="float32",  # its matrices must be there as numbers
             **settings,
         )
 

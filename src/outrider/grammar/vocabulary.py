@@ -1,0 +1,96 @@
+"""A vocabulary as bytes, and sets of its tokens as bits: which tokens spell the beginning of a marker, and which
+would run past the end of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from outrider.grammar.compiler import Words
+from outrider.tokenizer import Tokenizer
+
+CACHED_SETS = 256  # a set is found by a look at every token
+
+
+class Vocabulary:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> None:
+        self._tokenizer, self.size, self.end_ids = tokenizer, vocab_size, end_ids
+        self.num_words = -(-vocab_size // 32)  # of 32 bits
+        self.opening = lru_cache(CACHED_SETS)(self._opening)
+        self.within = lru_cache(CACHED_SETS)(self._within)
+
+    @cached_property
+    def spelt(self) -> list[bytes]:
+        return [self._tokenizer.token_bytes(id) for id in range(self.size)]
+
+    def words(self) -> Words:
+        """The vocabulary as compilers of grammars know it."""
+        ids = [id for id in range(self.size) if id not in self.end_ids]
+        silent = frozenset(id for id in ids if self._tokenizer.is_silent(id, skip_special_tokens=True))
+        unused = frozenset(id for id in silent if self._tokenizer.is_silent(id, skip_special_tokens=False))
+        return Words(self.spelt, self.end_ids, silent, unused)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        return self.bits(self.end_ids)
+
+    def bits(self, ids: Iterable[int]) -> Tensor:
+        chosen = torch.zeros(self.num_words * 32, dtype=torch.int64)
+        chosen[sorted(ids)] = 1
+        words = (chosen.view(-1, 32) << torch.arange(32)).sum(1)
+        return words.to(torch.int32)  # wraps around: the highest bit is the sign
+
+    def _opening(self, rest: bytes, closing: bytes) -> Tensor:
+        """Tokens that go on with an opening marker of which `rest` is missing, and not past its closing one. Where one
+        token is all of it, the others are not what a model means."""
+        if rest in self.spelt:
+            return self.bits([id for id, text in enumerate(self.spelt) if text == rest])
+        found = (
+            id
+            for id, text in enumerate(self.spelt)
+            if text and (rest.startswith(text) or (text.startswith(rest) and not is_past(text[len(rest) :], closing)))
+        )
+        return self.bits(set(found) - self.end_ids)
+
+    def _within(self, begun: bytes, marker: bytes) -> Tensor | None:
+        """Tokens that do not run past the end of a marker of which `begun` is there; None: all of them."""
+        ending = marker[-1:]
+        past = {id for id, text in enumerate(self.spelt) if ending in text and is_past(begun + text, marker)}
+        return ~self.bits(past) if past else None
+
+
+class Spelling:
+    """Writes text in the tokens of a vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary, banned: Iterable[int]) -> None:
+        banned = frozenset(banned) | vocabulary.end_ids
+        self._ids = {text: id for id, text in enumerate(vocabulary.spelt) if text and id not in banned}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def tokens(self, text: bytes) -> tuple[int, ...]:
+        """Few tokens, the longest first, of as much of a text as the vocabulary can spell."""
+        found: list[int] = []
+        place = 0
+        while place < len(text):
+            sizes = range(min(self._longest, len(text) - place), 0, -1)
+            size = next((size for size in sizes if text[place : place + size] in self._ids), 0)
+            if not size:
+                break
+            found.append(self._ids[text[place : place + size]])
+            place += size
+        return tuple(found)
+
+
+def is_past(text: bytes, marker: bytes) -> bool:
+    """Whether something follows the first of these markers in a text."""
+    place = text.find(marker)
+    return 0 <= place < len(text) - len(marker)
+
+
+def begun_of(text: bytes, marker: bytes) -> bytes:
+    """The longest end of a text that begins the marker, short of all of it."""
+    longest = min(len(text), len(marker) - 1)
+    return next((text[-n:] for n in range(longest, 0, -1) if marker.startswith(text[-n:])), b"")

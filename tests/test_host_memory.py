@@ -1,0 +1,95 @@
+"""Memory that costs nothing until it is used, and weights that are read into place."""
+
+import mmap
+import resource
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams, host_memory
+from outrider.host_memory import Arena, give_back, use_large_pages, zeros
+
+CPU = torch.device("cpu")
+only_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@only_linux
+def test_zeros_are_backed_when_they_are_written() -> None:
+    before = resident()
+    tensor = zeros((64, 2**20), torch.float32, CPU)  # 256 MiB
+    assert tensor.shape == (64, 2**20)
+    assert resident() - before < 2**25
+    tensor[:32] = 1.0
+    assert 2**27 <= resident() - before < 2**27 + 2**25
+    assert tensor[:32].eq(1).all()
+    del tensor
+    assert resident() - before < 2**25
+
+
+@only_linux
+def test_a_cache_takes_what_is_used_of_it() -> None:
+    before = resident()
+    with LLM(None, None, max_num_seqs=64) as llm:
+        llm.generate("Once upon a time", SamplingParams(max_tokens=4))
+        assert llm.budget.cache_bytes > 2**28
+        assert resident() - before < llm.budget.cache_bytes / 2
+
+
+@pytest.mark.parametrize("size", [(0,), (3, 5), (2, 3, 2**20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.long])
+def test_zeros_are_zeros(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = zeros(size, dtype, CPU)
+    assert tensor.shape == size
+    assert tensor.dtype is dtype
+    assert tensor.is_contiguous()
+    assert not tensor.any()
+    tensor += 1
+    assert tensor.eq(1).all()
+
+
+@only_linux
+def test_large_pages_are_asked_for_within_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(host_memory, "_madvise", lambda: lambda *call: asked.append(call))
+    tensor = torch.empty(3 * 2**20)
+    use_large_pages(tensor)
+    use_large_pages(torch.empty(1000))
+    ((begin, length, advice),) = asked
+    assert advice == mmap.MADV_HUGEPAGE
+    assert begin % host_memory.LARGE_PAGE == length % host_memory.LARGE_PAGE == 0
+    assert tensor.data_ptr() <= begin
+    assert begin + length <= tensor.data_ptr() + tensor.numel() * 4
+
+
+@only_linux
+def test_pages_of_a_file_are_given_back(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 2**16  # 16 MiB
+    (tmp_path / "file").write_bytes(content)
+    with (tmp_path / "file").open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    before, whole = resident(), zlib.crc32(content)
+    assert zlib.crc32(memory) == whole  # reads it where it lies: a copy would take memory too
+    held = resident() - before
+    give_back(memory, 100, len(content) - 200)
+    assert held >= 2**24
+    assert resident() - before < 2**20
+    assert zlib.crc32(memory) == whole
+
+
+def test_an_arena_gives_zeros_that_do_not_overlap() -> None:
+    arena = Arena(chunk_bytes=1 << 16)
+    sizes = [(3, 5), (1, 64), (7, 9000), (1, 1), (100, 2000), (2, 2)]  # some larger than what is left, or than all
+    taken = [arena.take(*size) for size in sizes]
+    assert all(not each.any() and each.data_ptr() % 64 == 0 for each in taken)
+    for number, each in enumerate(taken, start=1):
+        each.fill_(number)
+    assert [(tuple(each.shape), set(each.unique().tolist())) for each in taken] == [
+        (size, {number}) for number, size in enumerate(sizes, start=1)
+    ]
