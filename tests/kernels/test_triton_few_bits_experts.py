@@ -46,7 +46,7 @@ def random_stack(
     flags=st.tuples(*[st.booleans()] * 3),
     dtype=st.sampled_from(DTYPES),
 )
-@settings(max_examples=60 if CUDA else 8, deadline=None)
+@settings(max_examples=60 if CUDA else 6, deadline=None)
 @torch.no_grad()
 def test_experts_in_few_bits(
     kind: Kind,
@@ -78,11 +78,11 @@ def test_experts_in_few_bits(
     weights = ExpertWeights(up, down, *(biases if has_bias else ()))
     found = moe.experts(x, ids.int(), shares, weights, activation)
     tolerance = 2e-5 if dtype is torch.float32 else 3e-2
-    assert (found.float() - wanted).abs().max() <= tolerance * wanted.abs().max()
+    assert (found.float() - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=0.01)
     if few_experts.is_for(num_rows, chosen):
         found = few_experts.experts(x, ids.int(), shares, weights, activation, residual)
         wanted = wanted if residual is None else wanted + residual.float()
-        assert (found.float() - wanted).abs().max() <= tolerance * wanted.abs().max()
+        assert (found.float() - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=0.01)
 
 
 @torch.no_grad()

@@ -96,7 +96,7 @@ def _normed_linear(
     from outrider.kernels.gpu import normed
 
     form = packed if isinstance(packed, Quantised) else weight
-    return normed.linear(x, form, bias, activation, out=out) if normed.is_for(x, form) else None
+    return normed.linear(x, form, bias, activation, out=out) if normed.is_for(x, form, activation) else None
 
 
 def silu_linear(

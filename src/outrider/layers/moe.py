@@ -10,7 +10,7 @@ from outrider.kernels.activation import Activation, sigmoid, silu_mul
 from outrider.kernels.dispatch import use_triton
 from outrider.kernels.linear import linear
 from outrider.kernels.moe import ExpertWeights, best_groups, experts, softmax_top
-from outrider.kernels.norm import Normed
+from outrider.kernels.norm import Normed, materialised
 from outrider.kernels.quantised import Quantised, QuantisedStack, joined
 from outrider.layers.linear import Linear, empty_matrix
 from outrider.layers.mlp import GatedMLP
@@ -159,6 +159,8 @@ class MixtureMLP(nn.Module):
 
     def forward(self, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H], added to the residual if there is one."""
+        if self.experts.packed:  # which do not norm their rows
+            x = materialised(x)
         if isinstance(self.shared, GatedMLP):
             residual = self.shared(x, residual)
         elif self.shared is not None:

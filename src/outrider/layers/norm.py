@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from outrider.kernels.dispatch import use_triton
 from outrider.kernels.norm import Normed, rms_norm
 
-FEW_ROWS = 8  # that a product can norm on the way; 0: none
+FEW_ROWS = 0  # that a product norms on the way (at most 8). 0: none, until it has been measured on a GPU
 
 
 def norm_on_the_way(model: nn.Module) -> None:

@@ -8,14 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.activation import Activation
+from outrider.kernels.activation import Activation, silu_mul
 from outrider.kernels.gpu import gates, launch, sliced
 from outrider.kernels.gpu.gates import activated
+from outrider.kernels.gpu.linear import SMALL
 from outrider.kernels.gpu.sums import operand, sums
 from outrider.kernels.norm import Normed
 from outrider.kernels.quantised import Quantised
 
 MAX_ROWS = 8  # that a tensor core takes at once
+LARGE = 2**25  # numbers in a weight
 SHORT = 1024  # inputs that leave slices of long runs too little to do
 SHORT_PART = 64
 
@@ -35,6 +37,8 @@ def _normed_linear(
     run = tl.arange(0, SLICES)
     near = tl.minimum(column, num_columns - 1)  # a column that does not exist is computed, and not stored
     if EARLY:
+        if EARLY == 1:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     data_at = data + near.to(tl.int64)[None, :, None] * width
     data_at += run[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
@@ -45,7 +49,7 @@ def _normed_linear(
         scale_stride, KIND, PART, GROUP, EVEN, False, HAS_OFFSET, True, TWO, IEEE, FAST,
         SLICES, SLICES, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
-    if EARLY:
+    if EARLY == 2:
         tl.extra.cuda.gdc_launch_dependents()
     root = tl.rsqrt(tl.sum(tl.sum(squares, 0), 0) / inner + eps)[None, :]
     total, second = tl.sum(total, 0) * root, tl.sum(second, 0) * root
@@ -63,13 +67,14 @@ def _normed_linear(
     tl.store(at, value.to(kind), mask=(row < num_rows)[None, :] & (column < num_columns)[:, None])
 
 
-def is_for(x: Normed, weight: Tensor | Quantised) -> bool:
-    """Whether it is worth it: few rows, which nobody has to put in order first."""
-    if len(x) > MAX_ROWS or x.x.stride(1) != 1:
+def is_for(x: Normed, weight: Tensor | Quantised, activation: Activation | None = None) -> bool:
+    """Whether it is worth it: few rows, and a weight of 16 bits that takes longer to read than its rows to weigh, but
+    not so long that a launch more or less is nothing. For numbers in few bits, weighing rows costs more than a norm."""
+    if isinstance(weight, Quantised) or len(x) > MAX_ROWS or x.x.stride(1) != 1:
         return False
-    if isinstance(weight, Quantised):
-        return weight.order is None and not weight.has_exponents
-    return weight.dtype == x.x.dtype and weight.stride(1) == 1
+    if weight.dtype != x.x.dtype or weight.stride(1) != 1:
+        return False
+    return weight.numel() < LARGE or (activation is not None and activation is not silu_mul)  # which saves two launches
 
 
 def linear(
@@ -90,7 +95,8 @@ def linear(
     if not num_rows:
         return out
     tile = sliced.tile_for(num_rows, 0, form.num_parts, two, False, rows.element_size())
-    early, nothing = launch.early(rows), out if form.scale is None else form.scale
+    nothing = out if form.scale is None else form.scale
+    early = launch.early(rows) and (1 if num_columns * inner < SMALL else 2)
     _normed_linear[(triton.cdiv(num_columns, tile.block_n),)](
         rows, x.weight, form.data, nothing, nothing if form.offset is None else form.offset,
         out if bias is None else bias, out, num_rows, num_columns, inner, triton.cdiv(inner, form.run),
@@ -99,7 +105,7 @@ def linear(
         HAS_SCALE=form.scale is not None, HAS_OFFSET=form.offset is not None, GATE=gate, TWO=two,
         HAS_BIAS=bias is not None, IEEE=rows.dtype == torch.float32,
         FAST=rows.is_cuda and rows.dtype == torch.bfloat16, SLICES=tile.slices, BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n, STAGES=tile.stages, EARLY=early, num_warps=tile.warps, num_stages=tile.stages,
-        **launch.options(early),
+        BLOCK_N=tile.block_n, STAGES=tile.stages, EARLY=int(early), num_warps=tile.warps, num_stages=tile.stages,
+        **launch.options(bool(early)),
     )  # fmt: skip
     return activation(out) if activation is not None and gate == gates.NONE else out
