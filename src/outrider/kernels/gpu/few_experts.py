@@ -69,7 +69,7 @@ def _up(
         total += tl.load(bias_at, mask=fits, other=0.0).to(tl.float32)
     if GATED:
         up, _ = _product(
-            x_at, weight_at + num_columns.to(tl.int64) * weight_stride, norm, norm_offset, inner, place, fits, NORM,
+            x_at, weight_at + tl.cast(num_columns, tl.int64) * weight_stride, norm, norm_offset, inner, place, fits, NORM,
             BLOCK_N, BLOCK_K,
         )  # fmt: skip
         up *= root

@@ -83,7 +83,7 @@ def _expert_linear(
     column_fits = column < num_columns
     x_at = x + row[:, None] * x_stride + place[None, :]
     weight_at = weight + expert * expert_stride + column.to(tl.int64)[:, None] * weight_stride + place[None, :]
-    up_shift = num_columns.to(tl.int64) * weight_stride
+    up_shift = tl.cast(num_columns, tl.int64) * weight_stride
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     second = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     precision: tl.constexpr = "ieee" if IEEE else "tf32"

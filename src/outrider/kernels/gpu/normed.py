@@ -44,7 +44,7 @@ def _normed_linear(
     data_at += run[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
     x_at = x + row.to(tl.int64)[None, None, :] * x_stride
     total, second, squares = sums(
-        x_at, (row < num_rows)[None, None, :], data_at, num_columns.to(tl.int64) * width,
+        x_at, (row < num_rows)[None, None, :], data_at, tl.cast(num_columns, tl.int64) * width,
         scale + near[None, :], offset + near[None, :], norm, norm_offset, num_columns, run, inner, num_runs,
         scale_stride, KIND, PART, GROUP, EVEN, False, HAS_OFFSET, True, TWO, IEEE, FAST,
         SLICES, SLICES, BLOCK_M, BLOCK_N, STAGES,
