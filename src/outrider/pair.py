@@ -41,6 +41,7 @@ from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.cached import recurrent_layers
 from outrider.layers.exact import make_exact
 from outrider.layers.linear import deferred
+from outrider.layers.norm import norm_on_the_way
 from outrider.layers.packing import gains_from_packing, held_bytes, pack_weights, share_blocks
 from outrider.layers.split import split_over
 from outrider.models.base import Target
@@ -184,6 +185,8 @@ def open_pair(
             target.register_forward_pre_hook(lambda *_: threads.adjust())
         if config.exact:  # of the target alone: what a drafter says is judged
             make_exact(target)
+        else:
+            norm_on_the_way(target)
         with startup.timed("cache"):
             predicting = _predicting(config, target, drafter)
             if predicting is not None:

@@ -180,6 +180,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = None  # at most the engine's; 0: no speculation for this request
     prediction: str | Sequence[int] | None = None  # what the answer will be like, as text or token ids: is the draft
     tenant: str | None = None  # drafts learn from earlier requests of the same tenant only
+    learn: bool = False  # a drafter that learns online may learn from this answer
     trace: bool = False  # keep every round's draft and how much of it was accepted
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of a stream
 

@@ -80,6 +80,9 @@ class Weight:
 
     names: tuple[str, ...]
     combine: Callable[[list[Tensor]], Tensor] | None = None  # None: one below the other
+    # The same of matrices in few bits (kernels.quantised.Quantised); None: they become dense first, unless one is below
+    # the other
+    combine_quantised: Callable[[list[Any]], Any] | None = None
 
 
 @dataclass

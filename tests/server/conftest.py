@@ -18,6 +18,7 @@ from outrider.server.engine_host import ThreadHost
 from outrider.server.parsers import ParserNames
 from outrider.server.security import Access, access_for
 from outrider.server.serving import Server
+from outrider.training.online import OnlineLearner
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +41,11 @@ def serve(llm: LLM) -> Serve:
         other: LLM | None = None,
         exit_on_death: bool = True,
         defaults: ServerDefaults | None = None,
+        learner: OnlineLearner | None = None,
     ) -> Iterator[Running]:
         access = access or access_for("127.0.0.1")
         behind = other or llm
-        host = ThreadHost(behind, "default")
+        host = ThreadHost(behind, "default", learner)
         engine = EngineClient(host.link, host.model, "default", limits or QueueLimits(), host.why_ended)
         application = Application(engine, behind.tokenizer, "default", access, parsers, defaults=defaults)
         server = Server(application, "127.0.0.1", 0, drain, exit_on_death=exit_on_death)

@@ -21,9 +21,8 @@ from outrider.bench.random_peers import NUM_RUNS, PeerCost, check_peers, measure
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.request import Request
-from outrider.layers.embedding import Embedding
 from outrider.layers.moe import share_read
-from outrider.layers.packing import packable
+from outrider.layers.packing import read_forms
 from outrider.sampling_params import SamplingParams
 from outrider.threads import threads
 
@@ -157,7 +156,7 @@ def measure(plan: RoundPlan) -> Cost:
             round_ms=times,
             device_ms=device_ms,
             tokens_per_round=tokens,
-            weight_bytes=_pass_bytes(engine, rows),
+            weight_bytes=pass_bytes(engine, rows),
             cache_bytes=int(length * plan.batch_size * _cache_bytes_per_token(engine)),
         )
     finally:
@@ -191,7 +190,7 @@ def _timed(engine: Engine, count: int) -> float:
     return time.perf_counter() - begin
 
 
-def _pass_bytes(engine: Engine, num_rows: int) -> int:
+def pass_bytes(engine: Engine, num_rows: int) -> int:
     """Weights that a round reads at least once, in the form that they have: an embedding is looked up, not read, and
     of a mixture the experts that so many rows choose."""
     modules = [engine.target] if engine.drafter is None else [engine.target, engine.drafter]
@@ -199,9 +198,7 @@ def _pass_bytes(engine: Engine, num_rows: int) -> int:
     sizes: dict[nn.Parameter, float] = {}
     for module in modules:
         sizes |= {parameter: parameter.numel() * parameter.element_size() for parameter in module.parameters()}
-        for layer in packable(module):
-            if layer.packed is not None and not isinstance(layer, Embedding):
-                sizes[layer.weight] = layer.packed.num_bytes
+        sizes |= {parameter: form.num_bytes for parameter, form in read_forms(module).items()}
         for parameter, share in share_read(module, num_rows).items():
             sizes[parameter] *= share
     return int(sum(size for parameter, size in sizes.items() if parameter is not embedding))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.checkpoints.gguf_file import TENSOR_TYPES
 from outrider.kernels.packed import TILE_UNITS, Blocks, Packed, Tiles
-from outrider.kernels.quantised import Kind, Quantised
+from outrider.kernels.quantised import Kind, Quantised, scales
 from outrider.types import Checkpoint
 
 # where the half-precision scales of a block lie, in bytes from its beginning
@@ -46,7 +46,7 @@ class FiniteCheck:
     def note_kept(self, packed: Packed | Quantised, names: tuple[str, ...]) -> None:
         """A matrix that stays in few bits: it is finite where its scales are, and where eight bits are numbers."""
         if isinstance(packed, Quantised):
-            for each in (packed.scale, packed.offset):
+            for each in (scales(packed), packed.offset):
                 if each is not None:
                     self.note(each, names)
             if packed.kind is Kind.FP8:

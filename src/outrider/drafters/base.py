@@ -16,6 +16,7 @@ from outrider.drafters.fresh import Fresh, Plan
 from outrider.drafters.lesson import Lesson, Loss
 from outrider.kernels.collective import Ranks
 from outrider.kernels.round import Catching, extension_rows, shift_taps
+from outrider.kernels.round import rows_ahead as place_ahead
 from outrider.kernels.sampling import choose
 from outrider.models.base import Target
 from outrider.registry import Registry
@@ -226,6 +227,22 @@ def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag:
     )
 
 
+def chain_rows(step: Step, first_key: int = 0, lag: int = 0) -> Batch:
+    """All rows of single_rows() from the first place ahead on, one place after the other."""
+    rows = _rows_ahead(step, lag)
+    positions = rows.positions[1:]  # [depth - 1, B], or [depth - 1, 3, B]
+    return replace(
+        rows,
+        positions=positions.flatten() if positions.dim() == 2 else positions.transpose(0, 1).flatten(1),
+        indices=rows.indices[1:].flatten(),
+        write_locations=rows.write_locations[1:].flatten(),
+        first_key=first_key,
+        last_key=None,
+        features=None,
+        memo={},
+    )
+
+
 def block_rows(step: Step, tokens: Tensor) -> Batch:
     """Rows [B, R] of a block that begins with each request's newest token: layers that look both ways (see
     AttentionOptions) let a row see the whole of its block."""
@@ -258,7 +275,7 @@ def _rows_ahead(step: Step, lag: int) -> Batch:
     batch = step.batch
     request = torch.arange(len(batch.slots), device=batch.slots.device)
     ahead = torch.arange(max(step.depth, 1), device=request.device)
-    indices = step.state.lengths[batch.slots] - 1 + ahead[:, None]
+    indices, locations = place_ahead(step, len(ahead))
     return replace(
         batch,
         input_ids=request,
@@ -267,7 +284,7 @@ def _rows_ahead(step: Step, lag: int) -> Batch:
         query_start=torch.arange(len(request) + 1, dtype=torch.int32, device=request.device),
         request=request,
         row_slots=batch.slots,
-        write_locations=_locations(batch, request, indices, step.emits),
+        write_locations=locations,
         max_rows=1,
         memo={"read": ahead[:, None].repeat(1, len(request))},
     )

@@ -8,10 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from outrider.drafters.base import Drafter, draft_chain, extend, no_draft, shifted, single_rows
+from outrider.drafters.base import Drafter, chain_rows, draft_chain, extend, no_draft, shifted, single_rows
 from outrider.drafters.reader import Reader
+from outrider.kernels import native
+from outrider.kernels.chain import NativeChain
+from outrider.kernels.dispatch import use_native
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import Block, DecoderBlock, attention_weights, mlp_weights
 from outrider.layers.embedding import Embedding, Head, embed_rows
@@ -188,7 +192,15 @@ class FeedbackDrafter(Drafter):
             normed, feedback = self._run(single_rows(step, ahead, tokens, FIRST_KEY, lag=1), feedback)
             return self.logits(normed)
 
-        return draft_chain(step, self.lookahead, self.logits(normed[extension.last]), advance, self.target_ids())
+        first = self.logits(normed[extension.last])
+        chain = self.native_chain() if step.sampling.greedy and use_native(first) else None
+        if chain is not None:
+            return draft_natively(chain, step, self.lookahead, first, feedback)
+        return draft_chain(step, self.lookahead, first, advance, self.target_ids())
+
+    def native_chain(self) -> tuple[NativeChain, Rotary] | None:
+        """What drafts the tokens after the first in one call, where it can; and what its layer turns by."""
+        return None
 
     def reread(self, **changes: Any) -> Self:
         other = twin(self)
@@ -200,6 +212,20 @@ class FeedbackDrafter(Drafter):
 
     def _run(self, batch: Batch, state: Tensor) -> tuple[Tensor, Tensor]:
         return self.network(embed_rows(self.embed, batch), state, batch)
+
+
+def draft_natively(
+    chain: tuple[NativeChain, Rotary], step: Step, lookahead: int, first: Tensor, feedback: Tensor
+) -> Draft:
+    """As draft_chain(), greedily: `first` [B, V] are the logits after the newest token, `feedback` [B, H] the state."""
+    run, rotary = chain
+    rows, depth = chain_rows(step, FIRST_KEY, lag=1), step.depth
+    tokens = torch.zeros(lookahead, len(first), dtype=torch.long)
+    best = native.row_argmax(first)
+    tokens[0] = best if run.parts.ids is None else run.parts.ids[best]
+    if depth > 1:
+        run(tokens[:depth], feedback, rows, rotary(rows))
+    return Draft(tokens.T, torch.where(step.emits, depth, 0))
 
 
 def unless_same(own: Embedding | None, shared: Embedding) -> Embedding | None:

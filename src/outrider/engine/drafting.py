@@ -4,7 +4,7 @@ were one more part of the prompt: then its memory is what it would have been."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ class Drafting:
         """`predicting`: who drafts in rounds with requests that bring a prediction."""
         self.drafter, self.policy, self.predicting = drafter, policy, predicting
         self.lookahead = drafter.lookahead if drafter is not None else 0
+        self.listener: Callable[[Request], None] | None = None  # is told of every request that has ended
 
     @classmethod
     def of(cls, config: EngineConfig, drafter: Drafter | None, predicting: Drafter | None = None) -> Drafting:
@@ -137,6 +138,8 @@ class Drafting:
 
     def learn(self, request: Request) -> None:
         """A request has ended."""
+        if self.listener is not None:
+            self.listener(request)
         if self.drafter is not None and request.num_outputs:
             self.drafter.learn(request.tokens, request.params.tenant)
 

@@ -123,6 +123,8 @@ class Engine:
     def check(self, params: SamplingParams) -> None:
         """Raises ValueError for sampling filters that this engine does not know."""
         self.runner.options.check(params)
+        if params.extra_args and isinstance(self.workers, Workers):
+            self.workers.check_filters(params.extra_args)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)

@@ -22,7 +22,7 @@ from outrider.types import Images, RoundShape
 # of a request's params, what the device is told of
 PARAMS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "max_tokens", "logit_bias", "allowed_token_ids", "stop_token_ids"),
+    *("min_tokens", "max_tokens", "logit_bias", "allowed_token_ids", "stop_token_ids", "extra_args"),
 )
 
 

@@ -217,9 +217,9 @@ class Scheduler:
         request.num_admissions += 1
         request.recompute = False
         if not request.num_preemptions:
-            request.num_cached = start
+            request.num_cached = min(start, len(request.prompt))
             self.stats.queried += len(request.prompt)
-            self.stats.hit += start
+            self.stats.hit += request.num_cached
         self.running.append(request)
         return _rows_of(request, start, num_rows, pending, depth)
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from outrider.config import EngineConfig, config_to_json
 from outrider.engine.launched import LaunchedRanks, launched_rank
 from outrider.engine.team import RankLostError, RankPlace, device_for, join
+from outrider.kernels.filters import filters
 
 START_SECONDS = 120.0  # that a process has to import what it needs
 END_SECONDS = 5.0
@@ -82,6 +83,15 @@ class Workers:
         """Tells the ranks to open the same models."""
         self.team.channel.send({"do": "open", "config": config_to_json(config)})
 
+    def check_filters(self, names: Iterable[str]) -> None:
+        """Raises ValueError for those that only this process knows."""
+        own = sorted(set(names) - filters.installed)
+        if own:
+            raise ValueError(
+                f"{', '.join(own)}: other ranks are processes of their own, and know only filters that are entry "
+                "points of a package (outrider.filters): declare it there, or start the ranks with torchrun"
+            )
+
     # how it goes on, and ends
 
     def check(self) -> None:
@@ -135,6 +145,7 @@ class Workers:
         self._lost = why
         for process in self._processes:  # whoever waits for the one that is lost
             process.kill()
+        self._directory.cleanup()  # this process may end at once, and they cannot see to it any more
         for hear in self._heard:
             hear(self._error)
 
@@ -153,6 +164,8 @@ class Workers:
                 process.wait()
             assert process.stdin is not None
             process.stdin.close()
+        self._watcher.join()
+        vars(self).pop("team", None)  # it knows us: connections and their threads would wait for the garbage collector
         self._directory.cleanup()
 
 

@@ -41,6 +41,7 @@ _OPERATIONS = (
     "paged_attention",
     "block",
     "stack",
+    "chain",
     "experts",
     "mamba",
     "dequantise",
@@ -50,6 +51,9 @@ _OPERATIONS = (
     "judge",
     "write_outcome",
     "extension_rows",
+    "keep_taps",
+    "shift_taps",
+    "rows_ahead",
 )
 
 

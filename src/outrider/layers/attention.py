@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from outrider.kernels.attention import AttentionOptions, paged_attention
 from outrider.kernels.linear import linear
+from outrider.kernels.norm import Normed
 from outrider.kernels.rope import HeadNorms, rope_write, rotate
 from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
@@ -76,7 +77,7 @@ class SelfAttention(CachedLayer):
         if self.sinks is not None:
             cut(self.sinks, 0, heads)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor | Normed) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, in] -> q [T, heads, D], k and v [T, kv heads, D]; q and k are normed later."""
         shape = self.shape
         qkv = self.qkv(x).view(len(x), -1, shape.head_dim)
@@ -90,11 +91,11 @@ class SelfAttention(CachedLayer):
             return None
         return HeadNorms(q.weight, k.weight, q.eps, q.offset, q.wide)
 
-    def finish(self, attended: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def finish(self, attended: Tensor, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
         """attended [T, heads, D] and the layer's input [T, in] -> [T, H], added to the residual if there is one."""
         return self.output(attended.flatten(1), residual)
 
-    def forward(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | Normed, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, H], added to the residual if there is one."""
         q, k, v = self.project(x)
         if batch.attending is not None:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from outrider.kernels.attention import AttentionOptions, paged_attention
 from outrider.kernels.head_linear import head_linear
+from outrider.kernels.norm import Normed
 from outrider.kernels.rope import rope_write
 from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
+from outrider.layers.moe import MixtureMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.layers.split import cut, equal_share, whole
@@ -101,7 +103,7 @@ class LatentAttention(CachedLayer):
         cut(self.key_up, 0, heads)
         cut(self.value_up, 0, heads)
 
-    def forward(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | Normed, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, H], added to the residual if there is one."""
         assert self.pages is not None, "the layer has no cache memory yet"
         shape, (keys, values), exact = self.shape, self.pages, self.options.exact
@@ -109,19 +111,18 @@ class LatentAttention(CachedLayer):
             [shape.query_rank or shape.query_width, shape.latent_dim, shape.rotary_dim], dim=-1
         )
         if self.query is not None and self.query_norm is not None:
-            query = self.query(self.query_norm(query))
+            query = self.query(self.query_norm.on_the_way(query))
         plain, rope_part = (
             part.unflatten(1, (shape.num_heads, -1))
             for part in query.split([shape.num_heads * shape.nope_dim, shape.num_heads * shape.rotary_dim], dim=-1)
         )  # [T, heads, plain_dim] and [T, heads, rotary_dim]
-        latent = self.latent_norm(latent)
         # A page's row is the latent, which serves as the value, then the turned key: two writes into one row.
         places = (keys[..., shape.latent_dim :], values)
-        absorbed = x.new_empty(len(x), shape.num_heads, shape.latent_dim + shape.rotary_dim)
+        absorbed = plain.new_empty(len(x), shape.num_heads, shape.latent_dim + shape.rotary_dim)
         rope_write(
             rope_part,
             key[:, None],
-            latent[:, None],
+            self.latent_norm.of_heads(latent[:, None]),
             self.rotary(batch),
             places,
             batch.write_locations,
@@ -143,13 +144,13 @@ class LatentBlock(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.run(x, self.attention_norm(x), batch)
+        return self.run(x, self.attention_norm.on_the_way(x), batch)
 
-    def run(self, residual: Tensor, inputs: Tensor, batch: Batch) -> Tensor:
+    def run(self, residual: Tensor, inputs: Tensor | Normed, batch: Batch) -> Tensor:
         """residual [T, H], inputs [T, in] -> [T, H]."""
         x = self.attention(inputs, batch, residual)
-        if isinstance(self.mlp, GatedMLP):
-            return self.mlp(self.mlp_norm(x), x)
+        if isinstance(self.mlp, GatedMLP | MixtureMLP):
+            return self.mlp(self.mlp_norm.on_the_way(x), x)
         return x + self.mlp(self.mlp_norm(x))
 
 

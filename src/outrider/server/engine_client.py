@@ -120,9 +120,10 @@ class EngineClient:
         *,
         streams: bool,
         job_id: str | None = None,
+        begun: Sequence[list[int]] = (),
     ) -> Job:
         """Raises ApiError where there is no room. Times are those of time.monotonic(). `job_id`: what its sender calls
-        it; others may call theirs the same."""
+        it; others may call theirs the same. `begun`: tokens that each sequence has already."""
         job = Job(
             number=next(self._numbers),
             job_id=job_id or secrets.token_hex(12),
@@ -130,11 +131,12 @@ class EngineClient:
             n=asked[0].params.n,
             deadline=deadline,
             submitted=submitted,
+            begun=list(begun),
         )
         self.check_room(job.num_sequences, job.num_prompt_tokens)
         now = time.monotonic()
         prompts, params = [each.prompt for each in asked], [each.params for each in asked]
-        message = Submit(job.number, job.job_id, prompts, params, streams, now - submitted, deadline - now)
+        message = Submit(job.number, job.job_id, prompts, params, streams, now - submitted, deadline - now, job.begun)
         try:
             self._link.send(message)
         except RecursionError:

@@ -20,6 +20,7 @@ from outrider import __version__
 from outrider.outputs import Logprob
 from outrider.prompts import ContextOverflowError, Prompt, Prompts
 from outrider.sampling_params import Guided, SamplingParams, Speculation
+from outrider.server.continuation import checked
 from outrider.server.defaults import ServerDefaults
 from outrider.server.engine_client import EngineClient, ReadyPrompt
 from outrider.server.errors import ApiError, bad_request, clean
@@ -89,16 +90,20 @@ class Service:
         if params.seed is None:
             params = replace(params, seed=self.next_seed())
 
-        def make() -> list[ReadyPrompt]:
+        def make() -> tuple[list[ReadyPrompt], list[list[int]]]:
             named = ((prompt(), f"prompt {number}") for number, prompt in enumerate(prompts))
             made = [self._asked(prompt, params, name, body.truncate_prompt_tokens) for prompt, name in named]
             check_prompt_logprobs(sum(len(each.ids) for each in made), params)
-            return made
+            begun = checked(body, len(prompts) * params.n, params.temperature)
+            for tokens in filter(None, begun):
+                self.prompts.check_ids(tokens, "continuation")
+            return made, begun
 
         begin = time.monotonic()
         seconds = min(body.timeout or self.engine.limits.deadline, self.engine.limits.deadline)
-        asked = await self.prepare(make, body)
-        job = self.engine.submit(asked, begin + seconds, begin, streams=body.stream, job_id=body.request_id)
+        asked, begun = await self.prepare(make, body)
+        name, until = body.request_id, begin + seconds
+        job = self.engine.submit(asked, until, begin, streams=body.stream, job_id=name, begun=begun)
         try:
             await job.accepted()
         except BaseException:  # perhaps the engine has said nothing at all
@@ -142,6 +147,7 @@ def sampling_params(
             num_speculative_tokens=speculative,
             prediction=body.prediction.text if body.prediction is not None else None,
             tenant=tenant,
+            learn=body.allow_learning,
             trace=body.return_drafts,
         )
     except ValueError as error:
@@ -236,7 +242,7 @@ def speculations_of(pieces: Sequence[Piece]) -> list[Speculation]:
 
 
 def usage(job: Job, num_generated: int) -> dict[str, Any]:
-    prompts = job.num_prompt_tokens
+    prompts, num_generated = job.num_prompt_tokens, job.num_begun + num_generated
     accepted = sum(count.num_predicted_accepted for count in job.counts.values())
     rejected = sum(count.num_predicted for count in job.counts.values()) - accepted
     return {

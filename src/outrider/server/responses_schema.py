@@ -160,7 +160,8 @@ class ResponseRequest(Generation):
 
     @model_validator(mode="after")
     def _check_extras(self) -> ResponseRequest:
-        asked = [name for name in ("return_token_ids", "return_drafts", "prompt_logprobs") if getattr(self, name)]
+        foreign = ("return_token_ids", "return_drafts", "prompt_logprobs", "continuation")
+        asked = [name for name in foreign if getattr(self, name)]
         if asked:
             raise ValueError(f"{asked[0]} has no place in a response: ask /v1/chat/completions")
         return self

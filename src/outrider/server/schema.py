@@ -41,6 +41,8 @@ Flag = Annotated[bool, Field(strict=True)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 TokenKey = Annotated[int, Field(ge=0, lt=2**31)]  # JSON has texts only as keys
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+Begun = Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
+Continuation = Annotated[list[Begun], Field(min_length=1, max_length=MAX_PROMPTS * MAX_ANSWERS)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 Name = Annotated[str, StringConstraints(max_length=256)]
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=MAX_PATTERN)]
@@ -163,6 +165,8 @@ class Generation(Strict):
     return_token_ids: Flag = False  # with every choice: its tokens, their texts, and the place of each in a draft
     return_drafts: Flag = False  # with every piece of a stream: what had been drafted for it
     prediction: PredictedOutput | None = None  # what the answer will be like; the answer is the same without
+    continuation: Continuation | None = None  # of each answer: the tokens that it has; what is asked for is the rest
+    allow_learning: Flag = False  # a drafter that learns online may learn from this answer
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     timeout: Annotated[Number, Field(gt=0, le=86400)] | None = None  # seconds; at most the server's own deadline
     request_id: RequestId | None = None  # becomes part of the answer's id; what the log calls it
