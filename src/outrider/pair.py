@@ -338,7 +338,7 @@ def _use_threads(config: EngineConfig) -> None:
     if config.threads is not None:
         threads.fix(config.threads)
     else:
-        threads.follow()
+        threads.adapt()
 
 
 def _predicting(config: EngineConfig, target: Target, drafter: Drafter | None) -> Drafter | None:

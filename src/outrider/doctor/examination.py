@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outrider.agreement import QUESTIONS, Agreement, fits, follow
+from outrider.agreement import QUESTIONS, Agreement, fits, measure_agreement
 from outrider.bench.prompts import CHAT, REPETITION, PromptChoice, PromptText, PromptVocabulary, random_prompts
 from outrider.certify.proof import speculative_for, threads_for
 from outrider.config import EngineConfig, batch_limits
@@ -137,7 +137,9 @@ class Examination:
         def enough(agreement: Agreement) -> bool:
             return (self.done - begin) % PATIENCE == 0 and hopeless(agreement)
 
-        found = follow(self.llm.engine, drafter, self.prompts, self.max_tokens, enough=enough, on_step=on_step)
+        found = measure_agreement(
+            self.llm.engine, drafter, self.prompts, self.max_tokens, enough=enough, on_step=on_step
+        )
         self.done = begin + self.max_tokens
         return found
 
