@@ -45,7 +45,7 @@ _ids = itertools.count()
 
 
 @dataclass(frozen=True)
-class Place:
+class DraftPlace:
     """One draft: where it was made, how many of its tokens could be judged, and how many of them were right."""
 
     text: int
@@ -58,7 +58,7 @@ class Place:
 class Agreement:
     """Every draft that was made along some texts."""
 
-    places: tuple[Place, ...]
+    places: tuple[DraftPlace, ...]
     texts: tuple[tuple[int, ...], ...]  # what the target said
 
     @property
@@ -118,7 +118,7 @@ class Observed(Drafter):
                 known = request.tokens[length:]
                 if known and (request.finished or len(draft) < len(known)):
                     judged = draft[: len(known) - 1]
-                    places.append(Place(number, length, len(judged), _common(judged, known)))
+                    places.append(DraftPlace(number, length, len(judged), _common(judged, known)))
         return Agreement(tuple(places), tuple(tuple(request.outputs) for request in requests))
 
 

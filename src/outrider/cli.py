@@ -295,13 +295,13 @@ def chat(
     consoles = open_consoles(no_color=no_color)
     params = sampling.params(max_tokens)
     with importing():
-        from outrider.conversation import Conversation, converse
+        from outrider.conversation import ChatSession, converse
         from outrider.preflight import check_chat
     config = options.named(target).config(max_num_seqs=1)
     check_chat(config.model)
     with load(config, consoles) as llm:
         show_memory(consoles.about, llm.budget)
-        converse(Conversation(llm, params, consoles, system))
+        converse(ChatSession(llm, params, consoles, system))
 
 
 # what there is

@@ -18,7 +18,7 @@ from outrider.drafters.predicted import LONGEST, SHORTEST, continuation, follow
 from outrider.engine.pages import PagePool
 from outrider.engine.request import Request
 from outrider.engine.runner import Runner
-from outrider.engine.scheduler import Limits, Scheduler
+from outrider.engine.scheduler import Scheduler, SchedulerLimits
 from outrider.prompts import tokens_after
 from outrider.sampling_params import MAX_PREDICTION
 from outrider.tokenizer import Tokenizer
@@ -240,7 +240,7 @@ def test_others_pay_nothing(target_path: Callable[..., Path], monkeypatch: pytes
 
 def test_every_request_moves_in_every_step() -> None:
     """Long drafts leave room for those who come after them."""
-    limits = Limits(max_num_seqs=5, max_num_batched_tokens=11, max_model_len=400, page_size=4, lookahead=1)
+    limits = SchedulerLimits(max_num_seqs=5, max_num_batched_tokens=11, max_model_len=400, page_size=4, lookahead=1)
     scheduler = Scheduler(limits, PagePool(500))
     requests = [Request(f"r{number}", [1], SamplingParams(max_tokens=300), seed=0) for number in range(5)]
     for request in requests:

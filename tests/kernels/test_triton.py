@@ -175,7 +175,7 @@ def test_attention_both_ways(first_key: int) -> None:
     batch.last_key = torch.tensor([12] * 4 + [73] * 4, device=DEVICE)
     q = random(8, 2, 16)
     pages = (random(100, 4, 1, 16), random(100, 4, 1, 16, seed=5))
-    options = attention.AttentionOptions(0.3, both_ways=True)
+    options = attention.AttentionOptions(0.3, bidirectional=True)
     wanted = attention.paged_attention_reference(q, pages, batch, options)
     found = gpu_attention.paged_attention(q, pages, keys_of(batch, batch.last_key), 0.3)
     check(found, wanted, torch.float32)
@@ -191,7 +191,7 @@ def test_attention_of_windows_that_begin_alike(causal: bool) -> None:
     q = random(8, 2, 16)
     pages = (random(100, 4, 1, 16), random(100, 4, 1, 16, seed=5))
     wanted = attention.paged_attention_reference(
-        q, pages, batch, attention.AttentionOptions(0.3, window=6, both_ways=True)
+        q, pages, batch, attention.AttentionOptions(0.3, window=6, bidirectional=True)
     )
     found = gpu_attention.paged_attention(q, pages, keys_of(batch, last), 0.3, window=6)
     check(found, wanted, torch.float32)

@@ -64,11 +64,12 @@ class QuantisedCheckpoint:
         return tensor
 
     def quantised(self, name: str, device: torch.device) -> Quantised | None:
-        """A matrix as kernels compute with it, on this device; None where it is not quantised, or has no such form."""
+        """A matrix, or a stack one below the other, as kernels compute with it, on this device; None where it is not
+        quantised, or has no such form."""
         stored = self._find(name)
-        if "scale" not in stored.parts or len(self.shape(name)) != 2:
+        if "scale" not in stored.parts or len(self.shape(name)) not in (2, 3):
             return None
-        return self._format.blocks(replace(stored, device=device)).quantised()
+        return self._format.quantised(replace(stored, device=device))
 
     def close(self) -> None:
         self._inner.close()

@@ -26,7 +26,7 @@ class Predicted(Drafter):
     """Up to `lookahead` tokens for every request with a prediction, whatever depth others want: what a request wants
     itself is cut by the scheduler. Where the answer stands in a prediction is kept with the request."""
 
-    from_text = True
+    reads_tokens_only = True
     recordable = False  # it looks things up on the host
 
     def __init__(self, lookahead: int) -> None:

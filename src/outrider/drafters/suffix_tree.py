@@ -17,7 +17,7 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True)
-class Guess:
+class SuffixGuess:
     """Tokens that may follow, and how many of them are expected to be right."""
 
     tokens: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Lengths:
         return min(self.most, int(self.per_match * match_len + 1e-6))
 
 
-class Follower(Protocol, Generic[C]):
+class ContextMatches(Protocol, Generic[C]):
     """Knows where the last tokens of a context occurred, and what stood there next."""
 
     def find(self, match_len: int) -> C | None:
@@ -49,9 +49,9 @@ class Follower(Protocol, Generic[C]):
     def owner(self, place: C) -> int: ...
 
 
-def best_guess(follower: Follower[C], longest_match: int, lengths: Lengths) -> Guess:
+def best_guess(follower: ContextMatches[C], longest_match: int, lengths: Lengths) -> SuffixGuess:
     """Of all match lengths the one whose continuation promises most; of equals, the longest match."""
-    best = Guess()
+    best = SuffixGuess()
     for match_len in range(longest_match, 0, -1):
         if best.score >= lengths.of(match_len):  # which no shorter match can surpass
             break
@@ -62,7 +62,7 @@ def best_guess(follower: Follower[C], longest_match: int, lengths: Lengths) -> G
     return best
 
 
-def _continuation(follower: Follower[C], place: C, most: int, least_probability: float) -> Guess:
+def _continuation(follower: ContextMatches[C], place: C, most: int, least_probability: float) -> SuffixGuess:
     tokens: list[int] = []
     probability, score = 1.0, 0.0
     while len(tokens) < most:
@@ -73,7 +73,7 @@ def _continuation(follower: Follower[C], place: C, most: int, least_probability:
         probability *= share
         score += probability
         tokens.append(token)
-    return Guess(tuple(tokens), score, follower.owner(place))
+    return SuffixGuess(tuple(tokens), score, follower.owner(place))
 
 
 @dataclass(slots=True)
@@ -281,7 +281,7 @@ class SuffixCache:
         if not tree.root.count:
             del self.trees[kept.tenant]
 
-    def guess(self, text: NDArray[np.int64], tenant: str | None, lengths: Lengths) -> Guess:
+    def guess(self, text: NDArray[np.int64], tenant: str | None, lengths: Lengths) -> SuffixGuess:
         """What may follow a text: judged by itself, and by the same tenant's earlier texts."""
         longest = min(self.depth - 1, len(text))
         own = best_guess(TextFollower(text, longest), longest, lengths)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from outrider.config import EngineConfig, config_to_json
 from outrider.engine.launched import LaunchedRanks, launched_rank
-from outrider.engine.team import Place, RankLostError, device_for, join
+from outrider.engine.team import RankLostError, RankPlace, device_for, join
 from outrider.kernels.filters import filters
 
 START_SECONDS = 120.0  # that a process has to import what it needs
@@ -65,9 +65,9 @@ class Workers:
         process.stdin.flush()  # it stays open: its end is how they learn of ours
         return process
 
-    def _place(self, rank: int, secret: str, config: EngineConfig) -> Place:
+    def _place(self, rank: int, secret: str, config: EngineConfig) -> RankPlace:
         device, own_devices = device_for(config, rank, self.size)
-        return Place(rank, self.size, config.pipeline_parallel_size, device, own_devices, secret)
+        return RankPlace(rank, self.size, config.pipeline_parallel_size, device, own_devices, secret)
 
     def _wait_for(self, store: dist.Store) -> None:
         """Until all have begun: to wait for one that has ended would be for ever."""
@@ -80,7 +80,7 @@ class Workers:
             time.sleep(POLL_SECONDS)
 
     def open(self, config: EngineConfig) -> None:
-        """They open the same models."""
+        """Tells the ranks to open the same models."""
         self.team.channel.send({"do": "open", "config": config_to_json(config)})
 
     def check_filters(self, names: Iterable[str]) -> None:
@@ -150,7 +150,7 @@ class Workers:
             hear(self._error)
 
     def end(self) -> None:
-        """All of them, whatever they do."""
+        """Ends the processes of all ranks, whatever they do."""
         self._is_ending = True
         if hasattr(self, "team") and self._lost is None:
             with suppress(RuntimeError):  # one has ended already
@@ -215,7 +215,7 @@ def take_workers(config: EngineConfig) -> Workers | LaunchedRanks:
 
 
 def return_workers(workers: Workers | LaunchedRanks) -> None:
-    """They are not needed any more."""
+    """Gives processes of ranks back that are not needed any more."""
     if isinstance(workers, LaunchedRanks):
         return
     if _kept is not None and workers._lost is None and workers.sizes not in _kept:

@@ -18,7 +18,7 @@ class AttentionOptions:
     scale: float
     window: int = 0  # keys a row sees, itself included; 0: all
     softcap: float = 0.0
-    both_ways: bool = False  # within an image a row sees what comes after it too
+    bidirectional: bool = False  # within an image a row sees what comes after it too
     exact: bool = False  # on a GPU too, a row's bits do not depend on its company
 
 
@@ -26,7 +26,7 @@ def paged_attention_reference(
     q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, options: AttentionOptions, sinks: Tensor | None = None
 ) -> Tensor:
     """Gathers every request's pages and masks: slow, obvious, on any device without asking the host anything."""
-    last_key = batch.last_key if options.both_ways else None
+    last_key = batch.last_key if options.bidirectional else None
     num_pages = -(-batch.max_len // batch.page_size)
     table = batch.page_table[:, :num_pages].long()  # [B, M]
     keys, values = (p[table].flatten(1, 2).float() for p in pages)  # [B, L, kv heads, D]
@@ -76,7 +76,7 @@ def paged_attention(
             softcap=options.softcap,
             sinks=sinks,
             first_key=batch.first_key,
-            last_key=batch.last_key if options.both_ways else None,
+            last_key=batch.last_key if options.bidirectional else None,
         )
     if use_triton(q):
         from outrider.kernels.gpu import attention as gpu
@@ -85,7 +85,7 @@ def paged_attention(
             page_table=batch.page_table,
             query_start=batch.query_start,
             indices=batch.indices,
-            last_key=batch.last_key if options.both_ways else None,
+            last_key=batch.last_key if options.bidirectional else None,
             first_key=batch.first_key,
             page_size=batch.page_size,
             max_rows=batch.max_rows,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outrider.kernels import native
 from outrider.kernels.dispatch import use_native, use_triton
-from outrider.kernels.norm import rms_norm
+from outrider.kernels.norm import Normed, materialised, rms_norm
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -64,19 +64,20 @@ class HeadNorms:
 def rope_write(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | Normed,
     rotary: tuple[Tensor, Tensor],
     pages: tuple[Tensor, Tensor],
     locations: Tensor,
     norms: HeadNorms | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """q [T, heads, D] and k, v [T, kv heads, D] -> normed and turned q; k and v go to `locations` [T] of the pages.
-    `out`: where to put the queries."""
+    """q [T, heads, D] and k, v [T, kv heads, D] -> normed and turned q; k and v go to `locations` [T] of the pages, v
+    normed on the way where it is to be. `out`: where to put the queries."""
     if use_triton(q):
         from outrider.kernels.gpu import rope as gpu
 
         return gpu.rope_write(q, k, v, rotary, pages, locations, norms, out)
+    v = materialised(v)
     if norms is not None:
         q, k = (
             rms_norm(x, weight, norms.eps, offset=norms.offset, wide=norms.wide)

@@ -19,7 +19,7 @@ from outrider.startup import importing
 
 if TYPE_CHECKING:
     from outrider.server.app import Application
-    from outrider.server.defaults import Defaults
+    from outrider.server.defaults import ServerDefaults
     from outrider.server.engine_host import Opening, ProcessHost
     from outrider.server.parsers import ParserNames
     from outrider.server.protocol import Located, Opened
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 DEFAULT_NAME = "default"  # of the embedded model
 
-_NAMES, _LIMITS, _ACCESS = "Names and parsers", "Limits", "Access"
+_NAMES, _LIMITS, _ACCESS = "Names and parsers", "QueueLimits", "Access"
 
 _TOOLS_HELP = "Form of calls: hermes, qwen3_coder, llama3, mistral, deepseek, harmony, none; auto: by the template."
 _REASONING_HELP = "Form of reasoning: think, mistral, harmony, none; auto: by the template."
 _WATCHDOG_HELP = "Rebuild or rest drafting where acceptance has died."
+_LEARN_HELP = "The drafter learns from answers to requests that allow it, when idle; its versions go here."
 _SEQUENCES_HELP = "Sequences decoded at once. By default 256 on a GPU, else 16."
 _ROWS_HELP = "Tokens computed in a pass. By default 8192 on a GPU, else 2048."
 _SHARE_HELP = "Share of a GPU's memory to use."
@@ -48,6 +49,7 @@ ServedName = Annotated[
 ToolParser = Annotated[str, option(_NAMES, "--tool-call-parser", metavar="NAME", help=_TOOLS_HELP)]
 ReasoningParser = Annotated[str, option(_NAMES, "--reasoning-parser", metavar="NAME", help=_REASONING_HELP)]
 Watchdog = Annotated[bool, option(ENGINE, "--watchdog/--no-watchdog", help=_WATCHDOG_HELP)]
+Learn = Annotated[str | None, option(ENGINE, "--learn", metavar="DIR", help=_LEARN_HELP)]
 Host = Annotated[
     str, option(_ACCESS, "--host", metavar="ADDRESS", help="Where to listen; others than this machine need a key.")
 ]
@@ -168,6 +170,7 @@ class Plan:
     watchdog: bool = True
     template: str | None = None  # the text of a chat template, instead of the model's own
     root_path: str = ""
+    learn: str | None = None  # where versions of a drafter go that learns from what is said
 
     @property
     def called(self) -> list[str]:
@@ -184,7 +187,7 @@ class Plan:
         from outrider.server.engine_host import Opening
 
         settings, files = self.limits.of_engine(), self.files.of_engine()
-        return Opening(self.options, settings, self.watchdog, self.called[0], shows_progress, files)
+        return Opening(self.options, settings, self.watchdog, self.called[0], shows_progress, files, self.learn)
 
 
 def serve_command(
@@ -197,6 +200,7 @@ def serve_command(
     ray: RayOptions,
     target: ModelArgument = None,
     watchdog: Watchdog = True,
+    learn: Learn = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI does.
 
@@ -222,7 +226,9 @@ def serve_command(
     given, template = access_options, template_text(files.chat_template)
     access = settled_access(given, http)
     chosen = (options.named(target), names, limit_options, files, access, watchdog, template, http.root_path)
-    plan = Plan(*chosen)
+    if ray.ray and learn is not None:
+        raise ValueError("a drafter learns in one server: leave out --learn, or --ray")
+    plan = Plan(*chosen, learn=learn)
     choose(plan.parsers, None)  # an unknown one is refused before anything is loaded
     if ray.ray:
         from outrider.server.router.command import serve_on_ray
@@ -274,14 +280,14 @@ def url_of(given: AccessOptions, http: HttpOptions, port: int) -> str:
 def assembled(plan: Plan, host: ProcessHost, consoles: Consoles, *loggers: str) -> Application:
     """The application in front of an engine, once that is ready. `loggers`: whose messages are logged too."""
     from outrider.server.app import Application
-    from outrider.server.engine_client import EngineClient, Limits
+    from outrider.server.engine_client import EngineClient, QueueLimits
     from outrider.server.parsers import ParserNames, choose
 
     model, tokenizer, defaults = _opened(host, consoles, plan.files)
     if plan.template is not None and tokenizer is not None:
         tokenizer.use_template(plan.template)
     given, served = plan.limits, plan.called
-    limits = Limits(given.max_queue, deadline=given.request_timeout, stall=given.stall_timeout)
+    limits = QueueLimits(given.max_queue, deadline=given.request_timeout, stall=given.stall_timeout)
     log_to_stderr(*loggers)
     tools, reasoning = choose(plan.parsers, tokenizer)
     reasons = {"tools": tools.reason, "reasoning": reasoning.reason}
@@ -295,12 +301,14 @@ def assembled(plan: Plan, host: ProcessHost, consoles: Consoles, *loggers: str) 
     return Application(engine, tokenizer, served[0], plan.access, parsers, **settings)
 
 
-def _opened(host: ProcessHost, consoles: Consoles, files: FileOptions) -> tuple[Opened, Tokenizer | None, Defaults]:
+def _opened(
+    host: ProcessHost, consoles: Consoles, files: FileOptions
+) -> tuple[Opened, Tokenizer | None, ServerDefaults]:
     """What the front needs: the tokenizer is read here while the weights are read there."""
     from outrider.checkpoints.gguf_tokenizer import tokenizer_at
     from outrider.server.defaults import chosen_defaults
 
-    found: list[tuple[Tokenizer | None, Defaults]] = []
+    found: list[tuple[Tokenizer | None, ServerDefaults]] = []
 
     def read(files_are: Located) -> None:
         path = Path(files_are.path)

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import Request as HttpRequest
 
+from outrider.detokenizer import Detokenizer
 from outrider.outputs import Logprob
 from outrider.prompts import Prompt
 from outrider.server.errors import bad_request
@@ -29,7 +30,6 @@ from outrider.server.generation import (
 from outrider.server.job import Job
 from outrider.server.protocol import Piece
 from outrider.server.schema import CompletionRequest
-from outrider.tokenizer import Detokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_ECHOED = 2**18  # log-probabilities of prompts in one answer

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,13 +41,16 @@ from outrider.server.protocol import (
     AskMetrics,
     Brought,
     Died,
+    JobRefused,
     MetricsText,
     Opened,
-    Refused,
     Stop,
     Submit,
 )
 from outrider.server.task import Task, TaskSequence
+
+if TYPE_CHECKING:
+    from outrider.training.online import OnlineLearner
 
 MAX_FAULTS = 3  # steps that may break with a request among others before it is failed with them
 BROKEN_AFTER = 8  # steps in a row that break: the engine itself is broken
@@ -79,8 +83,8 @@ def opened(llm: LLM) -> Opened:
 
 
 class EngineLoop:
-    def __init__(self, llm: LLM, link: Link, model_name: str) -> None:
-        self._llm, self._link, self._model_name = llm, link, model_name
+    def __init__(self, llm: LLM, link: Link, model_name: str, learner: OnlineLearner | None = None) -> None:
+        self._llm, self._link, self._model_name, self._learner = llm, link, model_name, learner
         self._engine = llm.engine
         self._metrics = Metrics(model_name)
         self._metrics.watch(llm.engine)
@@ -134,6 +138,9 @@ class EngineLoop:
 
     def _loop(self) -> None:
         while not self._stopping:
+            if not self._sequences and self._learner is not None:
+                while not self._inbox and self._learner.work():  # a step at a time, while nobody wants anything
+                    pass
             with self._wake:
                 if not (self._inbox or self._sequences):
                     self._wake.wait(BEAT if self._tasks else None)  # those that are prepared have a deadline too
@@ -158,7 +165,7 @@ class EngineLoop:
             if task is not None:
                 self._end(task, reason)
             else:
-                self._link.send(Refused(job, reason))
+                self._link.send(JobRefused(job, reason))
 
     def _handle(self, message: _Message) -> None:
         if isinstance(message, Submit):
@@ -252,7 +259,7 @@ class EngineLoop:
             return
         if isinstance(made, ApiError):  # it never was one of the engine's
             del self._tasks[asked.job]
-            self._link.send(Refused(asked.job, made))
+            self._link.send(JobRefused(asked.job, made))
             return
         task.take(made)
         self._sequences |= {request: TaskSequence(task, index, request) for index, request in enumerate(made)}
@@ -280,7 +287,7 @@ class EngineLoop:
             if not request.finished:
                 discard(self._engine, request)
         self._close(task, reason.code or "abort")
-        self._link.send(Refused(task.job, reason))
+        self._link.send(JobRefused(task.job, reason))
 
     def _close(self, task: Task, outcome: str) -> None:
         del self._tasks[task.job]

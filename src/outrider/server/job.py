@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from outrider.server.errors import ApiError, past_deadline
-from outrider.server.protocol import Accepted, Counts, Piece
+from outrider.server.protocol import Accepted, Piece, SequenceCounts
 
 GRACE = 5.0  # seconds after the deadline
 Event = Piece | ApiError | Accepted
@@ -26,7 +26,7 @@ class Job:
     begun: list[list[int]] = field(default_factory=list)  # of each sequence: tokens that its client has already
     known: dict[int, Piece] = field(default_factory=dict)  # what became of them, with the first piece of what is new
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
-    counts: dict[int, Counts] = field(default_factory=dict)  # of each sequence, as of its latest piece
+    counts: dict[int, SequenceCounts] = field(default_factory=dict)  # of each sequence, as of its latest piece
     closed: bool = False  # nothing more will come
 
     @property
@@ -72,7 +72,7 @@ class Job:
                 while following is not None and event.can_be_joined(following):
                     assert isinstance(following, Piece)
                     event, following = event.joined(following), self._waiting()
-                self.counts[event.index] = Counts._make(event.counts)
+                self.counts[event.index] = SequenceCounts._make(event.counts)
                 num_left -= event.ending is not None
                 if self.begun and event.index not in self.known:
                     self.known[event.index], event = event.split(len(self.begun[event.index]))

@@ -86,7 +86,7 @@ class Opened:
 # from the engine, at work
 
 
-class Counts(NamedTuple):
+class SequenceCounts(NamedTuple):
     """What was drafted and accepted for one sequence so far."""
 
     num_cached: int  # prompt tokens found in the cache
@@ -188,7 +188,7 @@ class Brought:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class JobRefused:
     """A job has ended before its time, or was never taken."""
 
     job: int

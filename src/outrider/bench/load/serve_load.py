@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.bench.interleave import Progress
 from outrider.bench.load.serve_client import Answered, Asking, ask
-from outrider.bench.load.serve_metrics import Drafting, drafting_from
+from outrider.bench.load.serve_metrics import DraftingFigures, drafting_from
 from outrider.bench.load.streaming import TIMEOUT, Streams
 from outrider.bench.prompts import PromptText
 from outrider.extras import extra_missing
@@ -68,11 +68,11 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LoadOutcome:
     answers: list[Answered]
     seconds: float
     asking: Asking
-    drafting: Drafting | None  # of the server's own counters, over the same time
+    drafting: DraftingFigures | None  # of the server's own counters, over the same time
     num_distinct: int | None = None  # prompts; where requests are more, they came again
 
 
@@ -134,7 +134,7 @@ async def settle(streams: Streams, asking: Asking, prompt: PromptText) -> Asking
 
 async def run_load(
     client: httpx.AsyncClient, asking: Asking, prompts: Sequence[PromptText], load: Load, progress: Progress | None
-) -> Outcome:
+) -> LoadOutcome:
     key = client.headers.get("authorization")
     headers = {"Authorization": key} if key else {}
     async with Streams(str(client.base_url), headers, client.timeout.read or TIMEOUT) as streams:
@@ -147,7 +147,7 @@ async def run_load(
         answers = await _ask_all(streams, asking, counted, load, _named(progress, "requests"))
         seconds = max((answer.sent + answer.seconds for answer in answers), default=begin) - begin
         after = await _counters(client)
-    return Outcome(answers, seconds, asking, drafting_from(before, after), len(set(prompts)))
+    return LoadOutcome(answers, seconds, asking, drafting_from(before, after), len(set(prompts)))
 
 
 async def _ask_all(

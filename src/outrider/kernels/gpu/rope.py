@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.gpu import launch
+from outrider.kernels.norm import Normed
 
 if TYPE_CHECKING:  # which imports this file in turn
     from outrider.kernels.rope import HeadNorms
@@ -27,10 +28,10 @@ def _stored(value, dtype: tl.constexpr):
 
 @triton.jit
 def _rope_write(
-    q, k, v, cos, sin, q_weight, k_weight, k_pages, v_pages, locations, out,
+    q, k, v, cos, sin, q_weight, k_weight, v_weight, k_pages, v_pages, locations, out,
     q_row, q_head, k_row, k_head, v_row, v_head, key_row, key_head, value_row, value_head, out_row, out_head,
-    num_heads, num_kv_heads, dim, value_dim, half, eps, offset,
-    NORM: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
+    num_heads, num_kv_heads, dim, value_dim, half, eps, offset, v_eps, v_offset,
+    NORM: tl.constexpr, WIDE: tl.constexpr, V_NORM: tl.constexpr, V_WIDE: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_VALUE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program turns HEADS heads of one row: the queries' heads first, then the keys', then the values are copied."""
@@ -45,6 +46,13 @@ def _rope_write(
         place = tl.arange(0, BLOCK_VALUE)[None, :]
         fits = (place < value_dim) & (head < num_kv_heads)
         value = tl.load(v + row * v_row + head * v_head + place, mask=fits, other=0.0)
+        if V_NORM:
+            value = value.to(tl.float32)
+            value *= tl.rsqrt(tl.sum(value * value, 1) / value_dim + v_eps)[:, None]
+            if not V_WIDE:
+                value = value.to(kind).to(tl.float32)
+            value *= tl.load(v_weight + place, mask=place < value_dim, other=0.0).to(tl.float32) + v_offset
+            value = value.to(kind)
         at = tl.load(locations + row) * value_row + head * value_head
         tl.store(v_pages + at + place, _stored(value, v_pages.dtype.element_ty), mask=fits)
         return
@@ -121,7 +129,7 @@ def tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor,
 def rope_write(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | Normed,
     rotary: tuple[Tensor, Tensor],
     pages: tuple[Tensor, Tensor],
     locations: Tensor,
@@ -130,6 +138,8 @@ def rope_write(
 ) -> Tensor:
     """q [T, heads, D] and k, v [T, kv heads, D] -> turned q; k and v go to `locations` [T] of the pages. `out`: where
     to put the queries, whose last dimension is dense."""
+    v_norm = v if isinstance(v, Normed) else None
+    v = v.x if isinstance(v, Normed) else v
     cos, sin = rotary
     k_pages, v_pages = pages
     q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v))
@@ -141,14 +151,16 @@ def rope_write(
         weights = (out, out) if norms is None else (norms.q, norms.k)
         settings = (0.0, 0.0) if norms is None else (norms.eps, norms.offset)
         # a norm adds up; how many heads are at work beside it must not change the order
-        heads = MANY_HEADS if num_rows > MANY_ROWS and norms is None else 1
+        heads = MANY_HEADS if num_rows > MANY_ROWS and norms is None and v_norm is None else 1
+        v_settings = (0.0, 0.0) if v_norm is None else (v_norm.eps, v_norm.offset)
         groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
         _rope_write[(num_rows, groups)](
-            q, k, v, cos, sin, *weights, k_pages, v_pages, locations, out,
+            q, k, v, cos, sin, *weights, out if v_norm is None else v_norm.weight, k_pages, v_pages, locations, out,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2), out.stride(0), out.stride(1),
-            num_heads, num_kv_heads, dim, v.shape[-1], half, *settings,
-            NORM=norms is not None, WIDE=norms is not None and norms.wide, HEADS=heads,
+            num_heads, num_kv_heads, dim, v.shape[-1], half, *settings, *v_settings,
+            NORM=norms is not None, WIDE=norms is not None and norms.wide,
+            V_NORM=v_norm is not None, V_WIDE=v_norm is not None and v_norm.wide, HEADS=heads,
             BLOCK_HALF=max(triton.next_power_of_2(half), 1), BLOCK_REST=max(triton.next_power_of_2(dim - 2 * half), 1),
             BLOCK_VALUE=triton.next_power_of_2(v.shape[-1]), EARLY=early, num_warps=1, **launch.options(early),
         )  # fmt: skip
