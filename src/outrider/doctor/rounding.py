@@ -1,4 +1,4 @@
-"""What fewer bits would cost a drafter: its own matrices are rounded, and it drafts at the same places of the same text."""
+"""What fewer bits would cost a drafter: its own matrices are rounded, and it drafts at the same places of a text."""
 
 from __future__ import annotations
 
