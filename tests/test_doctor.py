@@ -20,7 +20,9 @@ from outrider.cli import app
 from outrider.doctor.diagnosis import FAULT, GOOD, Diagnosis, Finding
 from outrider.doctor.examination import DoctorEffort, examine
 from outrider.doctor.readings import compare, differing_rotaries, rope_settings, trials
+from outrider.doctor.rounding import rounded, rounded_weights
 from outrider.engine.policy import FixedDepth
+from outrider.kernels.quantised import Kind
 from outrider.llm import LLM, total_speculation
 from outrider.pair import DEFAULT_DIRECTORY
 from outrider.sampling_params import SamplingParams
@@ -68,6 +70,10 @@ def test_the_embedded_pair_is_healthy(tmp_path: Path) -> None:
     assert all(finding.level == GOOD for finding in diagnosis.findings)
     assert {"taps +1", "taps -1", "norm_output true"} <= {tried.name for tried in diagnosis.tried}
     assert diagnosis.agreement.speculation.accept_length > 2
+    fp8, int4 = diagnosis.rounded
+    assert (fp8.name, int4.name) == ("fp8", "int4")
+    assert abs(fp8.gain) < 0.2
+    assert fp8.accept_length > int4.accept_length > 1.5
     assert diagnosis.provenance["taps"].value == (2, 6, 9)
     done = [step for _, step, _ in told]
     assert done == sorted(done)
@@ -258,6 +264,17 @@ def test_measuring_leaves_no_trace(pair: LLM) -> None:
 
 def _fail(done: int, most: int) -> None:
     raise RuntimeError("stop")
+
+
+def test_rounding_leaves_no_trace(pair: LLM) -> None:
+    drafter = pair.drafter
+    assert drafter is not None
+    before = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
+    with rounded(drafter, Kind.INT4):
+        changed = {name for name, parameter in drafter.named_parameters() if not parameter.equal(before[name])}
+        assert changed == set(rounded_weights(drafter, Kind.INT4))
+        assert not any("norm" in name or "embed" in name for name in changed)
+    assert all(parameter.equal(before[name]) for name, parameter in drafter.named_parameters())
 
 
 def test_drafts_are_compared_place_by_place() -> None:

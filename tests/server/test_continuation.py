@@ -142,3 +142,22 @@ def test_what_the_tokens_stand_in_is_found_again(server: Running) -> None:
     usage = server.post("/v1/completions", {**body, "continuation": [tokens[:35]]}).json()["usage"]
     assert 0 < usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
     assert usage["completion_tokens"] == 40
+
+
+def test_reasoning_that_was_begun_goes_on(serve: Serve) -> None:
+    """The parser has read the tokens so far: what comes is reasoning, and all of it is counted."""
+    with serve(parsers=ParserNames(None, "think")) as server:
+        begun = server.llm.tokenizer.encode("<think>The dog is", add_special_tokens=False)
+        body = {"messages": CHAT, "temperature": 0, "max_tokens": len(begun) + 5, "ignore_eos": True}
+        answer = server.post("/v1/chat/completions", {**body, "continuation": [begun]}).json()
+        message = answer["choices"][0]["message"]
+        assert message["content"] == ""
+        assert message["reasoning_content"]
+        assert "think" not in message["reasoning_content"]
+        details = answer["usage"]["completion_tokens_details"]
+        assert details["reasoning_tokens"] == len(begun) + 5 - (len(server.llm.tokenizer.encode("<think>")) - 1)
+        deltas = [
+            chunk["choices"][0]["delta"]
+            for chunk in streamed(server, "chat/completions", {**body, "continuation": [begun]})[:-1]
+        ]
+        assert message_of(deltas) == message

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -36,7 +38,9 @@ class Cluster:
         self.port = _free_port()
         options = "--ray --ray-address local --num-replicas 2 --cpus-per-replica 0.5 --threads 1 --shutdown-timeout 2"
         command = [sys.executable, "-m", "outrider", "serve", *options.split(), "--port", str(self.port)]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.folder = tempfile.mkdtemp(prefix="ray-")  # short: names of sockets are
+        environment = {**os.environ, "RAY_TMPDIR": self.folder}
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
         self.url = f"http://127.0.0.1:{self.port}"
 
     def num_ready(self) -> int:
@@ -88,6 +92,7 @@ def cluster() -> Iterator[Cluster]:
     family = cluster.family()
     cluster.process.send_signal(signal.SIGTERM)
     assert cluster.process.wait(60) == 0
+    shutil.rmtree(cluster.folder)
     assert not psutil.wait_procs(family, timeout=20)[1], "nothing is left behind"
 
 
