@@ -15,12 +15,14 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from outrider import agreement as agreement_module
-from outrider.agreement import Agreement, DraftPlace, check_up, follow, question_ids
+from outrider.agreement import Agreement, DraftPlace, check_up, measure_agreement, question_ids
 from outrider.cli import app
 from outrider.doctor.diagnosis import FAULT, GOOD, Diagnosis, Finding
 from outrider.doctor.examination import DoctorEffort, examine
 from outrider.doctor.readings import compare, differing_rotaries, rope_settings, trials
+from outrider.doctor.rounding import rounded, rounded_weights
 from outrider.engine.policy import FixedDepth
+from outrider.kernels.quantised import Kind
 from outrider.llm import LLM, total_speculation
 from outrider.pair import DEFAULT_DIRECTORY
 from outrider.sampling_params import SamplingParams
@@ -68,6 +70,10 @@ def test_the_embedded_pair_is_healthy(tmp_path: Path) -> None:
     assert all(finding.level == GOOD for finding in diagnosis.findings)
     assert {"taps +1", "taps -1", "norm_output true"} <= {tried.name for tried in diagnosis.tried}
     assert diagnosis.agreement.speculation.accept_length > 2
+    fp8, int4 = diagnosis.rounded
+    assert (fp8.name, int4.name) == ("fp8", "int4")
+    assert abs(fp8.gain) < 0.2
+    assert fp8.accept_length > int4.accept_length > 1.5
     assert diagnosis.provenance["taps"].value == (2, 6, 9)
     done = [step for _, step, _ in told]
     assert done == sorted(done)
@@ -216,7 +222,7 @@ def pair() -> Any:
 def test_the_accept_length_is_the_engines_own(pair: LLM) -> None:
     assert pair.tokenizer is not None
     prompts = [question_ids(pair.tokenizer, f"Tell me a story about a {name}.") for name in ("dog", "boat", "tree")]
-    found = follow(pair.engine, pair.drafter, prompts, 40)  # type: ignore[arg-type]
+    found = measure_agreement(pair.engine, pair.drafter, prompts, 40)  # type: ignore[arg-type]
     params = SamplingParams(temperature=0, max_tokens=40)
     with pair.engine.drafting_with(FixedDepth(pair.engine.lookahead)):
         outputs = pair.generate([{"prompt_token_ids": ids} for ids in prompts], params)
@@ -230,14 +236,14 @@ def test_the_accept_length_is_the_engines_own(pair: LLM) -> None:
 def test_what_is_known_early_is_what_is_known_in_the_end(pair: LLM) -> None:
     """While texts grow, a draft is not judged before all of it can be."""
     prompts = [[1, 2, 3], [50, 60], [7, 7, 7]]
-    whole = follow(pair.engine, pair.drafter, prompts, 24)  # type: ignore[arg-type]
+    whole = measure_agreement(pair.engine, pair.drafter, prompts, 24)  # type: ignore[arg-type]
     early: list[Agreement] = []
 
     def enough(agreement: Agreement) -> bool:
         early.append(agreement)
         return len(early) == 12
 
-    last = follow(pair.engine, pair.drafter, prompts, 24, enough=enough)  # type: ignore[arg-type]
+    last = measure_agreement(pair.engine, pair.drafter, prompts, 24, enough=enough)  # type: ignore[arg-type]
     assert last == early[-1]
     assert len(early[-1].places) > len(early[-2].places) > 0
     assert set(last.places) < set(whole.places)
@@ -248,9 +254,9 @@ def test_measuring_leaves_no_trace(pair: LLM) -> None:
     hits, free = pair.engine.scheduler.stats.queried, pair.engine.scheduler.pool.num_free
     for trial in trials(pair.drafter, pair.target):  # type: ignore[arg-type]
         with trial.enter(pair.drafter) as other:  # type: ignore[arg-type]
-            follow(pair.engine, other, [[1, 2, 3]], 3)
+            measure_agreement(pair.engine, other, [[1, 2, 3]], 3)
     with pytest.raises(RuntimeError, match="stop"):
-        follow(pair.engine, pair.drafter, [[1, 2, 3]], 3, on_step=_fail)  # type: ignore[arg-type]
+        measure_agreement(pair.engine, pair.drafter, [[1, 2, 3]], 3, on_step=_fail)  # type: ignore[arg-type]
     assert (pair.engine.drafting, pair.engine.scheduler) == before
     assert (pair.engine.scheduler.stats.queried, pair.engine.scheduler.pool.num_free) == (hits, free)
     assert not pair.engine.has_work
@@ -258,6 +264,17 @@ def test_measuring_leaves_no_trace(pair: LLM) -> None:
 
 def _fail(done: int, most: int) -> None:
     raise RuntimeError("stop")
+
+
+def test_rounding_leaves_no_trace(pair: LLM) -> None:
+    drafter = pair.drafter
+    assert drafter is not None
+    before = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
+    with rounded(drafter, Kind.INT4):
+        changed = {name for name, parameter in drafter.named_parameters() if not parameter.equal(before[name])}
+        assert changed == set(rounded_weights(drafter, Kind.INT4))
+        assert not any("norm" in name or "embed" in name for name in changed)
+    assert all(parameter.equal(before[name]) for name, parameter in drafter.named_parameters())
 
 
 def test_drafts_are_compared_place_by_place() -> None:

@@ -127,7 +127,7 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
     return next((at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), len(left))
 
 
-def follow(
+def measure_agreement(
     engine: Engine,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
@@ -224,6 +224,6 @@ def check_up(engine: Engine, on_step: OnStep | None = None) -> Checkup:
         seconds = time.monotonic() - begin
         return seconds >= (USUAL_SECONDS if len(agreement.places) >= MIN_PLACES else most)
 
-    agreement = follow(engine, drafter, prompts, SHORT_ANSWER, enough=enough, on_step=on_step)
+    agreement = measure_agreement(engine, drafter, prompts, SHORT_ANSWER, enough=enough, on_step=on_step)
     found = f"accept length {agreement.mean_accept_length:.2f} over {len(agreement.places)} drafts"
     return Checkup(agreement, found)

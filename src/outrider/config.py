@@ -157,10 +157,10 @@ class WatchdogConfig:
     suspicious_share: float = 0.98  # accepted share of drafts: above, a text is in a loop, or the judge is broken
     window: int = 16  # rounds that the average of a request looks back on; nothing accepted: dead after 36
     engine_window: int = 64  # the same for all requests together
-    rest: int = 64  # plain rounds after which a request that has died tries drafts again; twice as many the next time
+    pause: int = 64  # plain rounds after which a request that has died tries drafts again; twice as many the next time
 
     def __post_init__(self) -> None:
-        for name in ("window", "engine_window", "rest"):
+        for name in ("window", "engine_window", "pause"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"watchdog: {name} must be a whole number of at least 1, not {value!r}")

@@ -28,7 +28,7 @@ from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import Drafter
 from outrider.drafters.predicted import with_predictions
 from outrider.engine.cache import NUM_MISSABLE
-from outrider.engine.cache_dtype import choose_pages
+from outrider.engine.cache_dtype import choose_pages, take_scales
 from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
@@ -175,6 +175,8 @@ def open_pair(
             budget = plan_memory(bounded, demand, _weight_bytes(loaded, config))
         with startup.timed("weights"):
             _load(loaded, progress, kinds, config)
+            for module, source in loaded:
+                take_scales(module, source)
         held = held_bytes(*(module for module, _ in loaded))
         if keeps:  # what it comes to is known only now
             budget = plan_memory(bounded, demand, held)
@@ -336,7 +338,7 @@ def _use_threads(config: EngineConfig) -> None:
     if config.threads is not None:
         threads.fix(config.threads)
     else:
-        threads.follow()
+        threads.adapt()
 
 
 def _predicting(config: EngineConfig, target: Target, drafter: Drafter | None) -> Drafter | None:

@@ -89,7 +89,7 @@ class Threads:
         self._chosen: int | None = None  # by us; None: somebody has said how many
         self._usage: Usage | None = None
 
-    def follow(self) -> None:
+    def adapt(self) -> None:
         """From now on as many as there are to spare, at most what torch was going to use."""
         if self._most is not None:
             return

@@ -18,7 +18,7 @@ from outrider.engine.request import Request
 from outrider.engine.scheduler import Scheduler, SchedulerLimits
 from outrider.engine.watchdog import (
     CONTEXTS,
-    LONGEST_REST,
+    LONGEST_PAUSE,
     MAX_FAILED_REBUILDS,
     RequestHealth,
     Watchdog,
@@ -158,11 +158,11 @@ def test_in_company_only_the_dead_start_over(truth: dict[int, list[int]]) -> Non
 
 
 def test_a_drafter_beyond_repair_rests_and_is_tried_again(truth: dict[int, list[int]]) -> None:
-    settings = WatchdogConfig(rest=10)
+    settings = WatchdogConfig(pause=10)
     with LLM(None, ALWAYS, watchdog=settings) as llm:
         request = start(llm, replace(LONG, trace=True))
         with babbling(llm.drafter):
-            run(llm, lambda: request.standing.is_resting)
+            run(llm, lambda: request.standing.is_paused)
             assert llm.engine.watchdog is not None
             counts = llm.engine.watchdog.counts
             assert (counts.rebuilds, counts.fallbacks, counts.recoveries) == (1, 1, 0)
@@ -184,12 +184,12 @@ def test_predictions_are_used_while_the_drafter_rests(truth: dict[int, list[int]
     prediction = truth[3][:10] + [5] * 3 + truth[3][150:]
     with LLM(None, ALWAYS) as llm, babbling(llm.drafter):
         request = start(llm, replace(LONG, prediction=prediction))
-        run(llm, lambda: request.standing.is_resting)
+        run(llm, lambda: request.standing.is_paused)
         assert request.num_outputs < 150
         run(llm, lambda: request.finished)
         assert request.num_predicted_accepted > 100
         assert request.outputs == truth[3]
-        assert request.standing.rest > 0, "what was predicted says nothing about the drafter"
+        assert request.standing.pause > 0, "what was predicted says nothing about the drafter"
 
 
 def test_without_memory_there_is_nothing_to_rebuild(truth: dict[int, list[int]]) -> None:
@@ -249,7 +249,7 @@ def watchdog(clock: Callable[[], float] | None = None, **settings: Any) -> Watch
 def rounds(dog: Watchdog, standing: RequestHealth, count: int, accepted: int, context_len: int = 100) -> None:
     for _ in range(count):
         standing.needs_rebuild = False
-        if standing.is_resting:
+        if standing.is_paused:
             dog.plain_round(standing)
         else:
             dog.drafted_round(standing, "r", context_len, (5, accepted))
@@ -275,21 +275,21 @@ def test_when_a_request_counts_as_dead() -> None:
 
 
 def test_rests_grow_and_end() -> None:
-    dog, standing = watchdog(rest=4), RequestHealth()
+    dog, standing = watchdog(pause=4), RequestHealth()
     lengths, resting = [], 0
     for _ in range(2000):
         rounds(dog, standing, 1, 0)
-        if standing.is_resting:
+        if standing.is_paused:
             resting = max(resting, standing.plain_rounds)
         elif resting:
             lengths.append(resting)
             resting = 0
     assert lengths[:5] == [4, 8, 16, 32, 64]
-    assert set(lengths[4:]) == {4 * LONGEST_REST}
+    assert set(lengths[4:]) == {4 * LONGEST_PAUSE}
     assert dog.counts.fallbacks == dog.counts.rebuilds == 1
     rounds(dog, standing, 300, 3)
     assert dog.counts.recoveries == 1
-    assert not standing.is_resting
+    assert not standing.is_paused
     rounds(dog, standing, 60, 0)
     assert (dog.counts.fallbacks, dog.counts.rebuilds) == (2, 1), "it is rebuilt once in its life"
 
@@ -325,7 +325,7 @@ def test_alarms() -> None:
     looping = RequestHealth()
     rounds(dog, looping, 100, 5)
     assert events() == [("acceptance_suspicious", True)], "once for each request"
-    assert not looping.is_resting
+    assert not looping.is_paused
     rounds(dog, RequestHealth(), 400, 5)
     assert events() == [("acceptance_suspicious", True)] * 2, "this one, and then all together"
     assert dog.is_suspicious
@@ -361,7 +361,7 @@ def test_notices_are_bounded_and_settings_are_checked() -> None:
     assert len(dog.take_notices()) == 1000
     for wrong in (
         {"window": 0},
-        {"rest": 1.5},
+        {"pause": 1.5},
         {"dead_acceptance": 0},
         {"suspicious_share": 2},
         {"engine_window": True},

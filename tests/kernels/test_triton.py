@@ -150,6 +150,33 @@ def test_attention_shares_out_work(wanted: int, window: int, monkeypatch: pytest
     assert (longest > 1) is (wanted > 1 and not window)
 
 
+def test_pages_of_eight_bits_are_scaled() -> None:
+    """Keys and values are divided by their scales where they are written, and are themselves again where they are
+    read. All of them are numbers that 8 bits can hold, after the division alone."""
+    batch = batch_of([3, 1], [0, 6], 4, torch.float32)
+    scales = rope.PageScales(key=2.0**-12, value=1024.0)
+    numbers = torch.tensor([-3.0, -1.5, 0.5, 2.0, 448.0], device=DEVICE)
+    k, v = (
+        numbers[torch.arange(128, device=DEVICE) % 5].view(4, 2, 16) * scale for scale in (scales.key, scales.value)
+    )
+    q, turn = random(4, 4, 16), (torch.ones(4, 8, device=DEVICE), torch.zeros(4, 8, device=DEVICE))
+    found, wanted = ([torch.zeros(9, 4, 2, 16, device=DEVICE).to(torch.float8_e4m3fn) for _ in "kv"] for _ in "ab")
+    gpu_rope.rope_write(q, k, v, turn, tuple(found), batch.write_locations, scales=scales)
+    rope.rope_write_reference(q, k, v, turn, tuple(wanted), batch.write_locations, scales)
+    for mine, other, scale, given in zip(found, wanted, (scales.key, scales.value), (k, v), strict=True):
+        assert mine.view(torch.uint8).equal(other.view(torch.uint8))
+        assert (mine.float().flatten(0, 1)[batch.write_locations] * scale).equal(given)
+    expected = attention.paged_attention_reference(
+        q, tuple(found), batch, attention.AttentionOptions(9.0, scales=scales)
+    )
+    dense = [each.float() * scale for each, scale in zip(found, (scales.key, scales.value), strict=True)]
+    check(expected, attention.paged_attention_reference(q, tuple(dense), batch, attention.AttentionOptions(9.0)),
+          torch.float32, 1e4)  # fmt: skip
+    got = gpu_attention.paged_attention(q, tuple(found), keys_of(batch), 9 * scales.key, value_scale=scales.value)
+    check(got, expected, torch.float32, 1e4)
+    assert float(expected.abs().max()) > 1e4
+
+
 def parts_of(work: gpu_attention.WorkList) -> dict[tuple[int, int], int]:
     """Of each request and block of its rows, in how many parts its keys are read."""
     items = [item for item in work.items.tolist() if item[0] >= 0]

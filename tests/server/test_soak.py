@@ -18,7 +18,8 @@ def test_a_short_soak() -> None:
     assert soak.failures == []
     done = soak.crowd.tally.done
     assert min(done[name] for name in ("turns", "leave", "be_killed", "be_bound", "ask_for_several")) > 0
-    assert soak.crowd.tally.num_repeated_tokens > 0.8 * soak.crowd.tally.num_prompt_tokens
+    # of a chat's prompt all but the newest turn is known; on a busy machine chats have two or three turns
+    assert soak.crowd.tally.num_repeated_tokens > 0.6 * soak.crowd.tally.num_prompt_tokens
     assert len(soak.crowd.tally.replays) >= 2 * len(QUESTIONS)
     assert soak.moved("vllm:prefix_cache_hits_total") > 0
 

@@ -26,7 +26,7 @@ from outrider.sampling_params import SamplingParams
 from outrider.server.faults import blame, discard
 from outrider.types import Outcome
 
-NERVOUS = WatchdogConfig(dead_acceptance=0.4, window=2, engine_window=4, rest=3)
+NERVOUS = WatchdogConfig(dead_acceptance=0.4, window=2, engine_window=4, pause=3)
 MAX_STEPS = 20_000  # of a world: more would be for ever
 
 Answers = Mapping[int, Sequence[Request]]  # by the number of what was asked

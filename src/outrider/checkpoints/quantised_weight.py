@@ -138,7 +138,8 @@ class Blocks:
         return values.flatten(-2)[..., :num_columns].contiguous()
 
     def quantised(self) -> Quantised | None:
-        """The weight as kernels compute with it, matrices of a stack one below the other; None where they know no such form."""
+        """The weight as kernels compute with it, matrices of a stack one below the other; None where they know no such
+        form."""
         if self.values.ndim == 3:
             parts = [self._matrix(number).quantised() for number in range(len(self.values))]
             known = [part for part in parts if part is not None]

@@ -82,6 +82,7 @@ class Diagnosis:
     findings: list[Finding] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
     remedy: list[Tried] = field(default_factory=list)  # readings that, one after the other, make it better
+    rounded: list[Tried] = field(default_factory=list)  # the same weights in fewer bits
     is_text: bool = True  # False: random ids, for want of a tokenizer; no drafter was trained to continue those
     seconds: float = 0.0
 
@@ -155,6 +156,10 @@ class Diagnosis:
             "readings": [tried.to_dict() for tried in self.tried],
             "remedy": [tried.name for tried in self.remedy],
             "remedied_accept_length": accept_length(self.remedy[-1].agreement) if self.remedy else None,
+            "in_fewer_bits": {
+                each.name: {key: value for key, value in each.to_dict().items() if key not in ("reading", "is_better")}
+                for each in self.rounded
+            },
             "advice": self.advice,
             "seconds": round(self.seconds, 2),
         }

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outrider.agreement import QUESTIONS, Agreement, fits, follow
+from outrider.agreement import QUESTIONS, Agreement, fits, measure_agreement
 from outrider.bench.prompts import CHAT, REPETITION, PromptChoice, PromptText, PromptVocabulary, random_prompts
 from outrider.certify.proof import speculative_for, threads_for
 from outrider.config import EngineConfig, batch_limits
 from outrider.doctor.checks import DrafterFiles, static_findings, text_findings
-from outrider.doctor.diagnosis import DiagnosedPair, Diagnosis
+from outrider.doctor.diagnosis import FAULTY, HEALTHY, DiagnosedPair, Diagnosis
 from outrider.doctor.readings import Search, trials
+from outrider.doctor.rounding import num_roundings, try_few_bits
 from outrider.drafters.base import Drafter
 from outrider.llm import LLM
 from outrider.measure import method_of
@@ -114,13 +115,15 @@ class Examination:
         llm, drafter = self.llm, self.llm.drafter
         assert drafter is not None, "an examination needs a drafter"
         assert llm.config.speculative is not None
-        self.num_runs += len(trials(drafter, llm.target))
+        self.num_runs += len(trials(drafter, llm.target)) + num_roundings(drafter)
         agreement = self.measure(drafter, "as it was read")
         diagnosis = Diagnosis(self._identity(), drafter.provenance(), agreement)
         papers = DrafterFiles.of(llm.config.speculative.model)
         diagnosis.findings = static_findings(drafter, llm.target, llm.tokenizer, papers)
         diagnosis.findings += text_findings(drafter, llm.target, agreement, diagnosis.buckets)
         diagnosis.tried, diagnosis.remedy = Search(llm.target, self.measure).run(drafter, agreement)
+        if diagnosis.verdict in (HEALTHY, FAULTY):  # of another it says nothing
+            diagnosis.rounded = try_few_bits(drafter, agreement, self.measure)
         return diagnosis
 
     def measure(
@@ -137,7 +140,9 @@ class Examination:
         def enough(agreement: Agreement) -> bool:
             return (self.done - begin) % PATIENCE == 0 and hopeless(agreement)
 
-        found = follow(self.llm.engine, drafter, self.prompts, self.max_tokens, enough=enough, on_step=on_step)
+        found = measure_agreement(
+            self.llm.engine, drafter, self.prompts, self.max_tokens, enough=enough, on_step=on_step
+        )
         self.done = begin + self.max_tokens
         return found
 

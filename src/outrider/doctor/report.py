@@ -40,6 +40,8 @@ def show_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     console.print(_acceptance(console, diagnosis))
     if diagnosis.tried:
         console.print(_readings(diagnosis))
+    if diagnosis.rounded:
+        console.print(_rounded(diagnosis))
     console.print(_verdict(diagnosis))
 
 
@@ -86,6 +88,13 @@ def _readings(diagnosis: Diagnosis) -> Table:
         style = "bold green" if tried.is_better else ""
         lengths = Text(f"{tried.accept_length:.2f}", style), f"{tried.as_read:.2f}"
         table.add_row(Text(tried.name, style), *lengths, Text(_difference(tried), style or "dim"))
+    return table
+
+
+def _rounded(diagnosis: Diagnosis) -> Table:
+    table = _table("what fewer bits would cost it", "quantization", "accept length", "as read", "")
+    for tried in diagnosis.rounded:
+        table.add_row(tried.name, f"{tried.accept_length:.2f}", f"{tried.as_read:.2f}", Text(_difference(tried), "dim"))
     return table
 
 

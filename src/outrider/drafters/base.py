@@ -114,6 +114,11 @@ class Drafter(nn.Module):
     trainable = False  # it has a loss, and a checkpoint to begin with
 
     @classmethod
+    def found_in(cls, target: Target, checkpoint: Checkpoint, plan: Plan) -> Fresh | None:
+        """A drafter that the target's own checkpoint holds already: then training begins with that one."""
+        return None
+
+    @classmethod
     def fresh(cls, target: Target, plan: Plan) -> Fresh:
         """A checkpoint of a new drafter for this target."""
         raise NotImplementedError

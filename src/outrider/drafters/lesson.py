@@ -84,6 +84,13 @@ def weighed(found: HeadLoss, weights: Tensor, counted: Tensor) -> Loss:
     return Loss(total, weights.sum(), (found.agreed & counted).sum(0).float(), counted.sum(0).float())
 
 
+def joined(losses: Sequence[Loss]) -> Loss:
+    """Of guesses that were judged by themselves, one place of a draft after the other."""
+    total, weight = (torch.stack([getattr(each, name) for each in losses]).sum() for name in ("total", "weight"))
+    agreed, asked = (torch.cat([getattr(each, name) for each in losses]) for name in ("agreed", "asked"))
+    return Loss(total, weight, agreed, asked)
+
+
 @dataclass(frozen=True)
 class Teaching:
     """Both heads, over the tokens that the drafter knows."""

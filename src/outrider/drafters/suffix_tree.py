@@ -43,7 +43,7 @@ class ContextMatches(Protocol, Generic[C]):
     def find(self, match_len: int) -> C | None:
         """The occurrences of the context's last `match_len` tokens."""
 
-    def follow(self, place: C) -> tuple[int, float, C] | None:
+    def extend_match(self, place: C) -> tuple[int, float, C] | None:
         """The most frequent next token, its share among all next tokens, and the occurrences with it appended."""
 
     def owner(self, place: C) -> int: ...
@@ -66,7 +66,7 @@ def _continuation(follower: ContextMatches[C], place: C, most: int, least_probab
     tokens: list[int] = []
     probability, score = 1.0, 0.0
     while len(tokens) < most:
-        found = follower.follow(place)
+        found = follower.extend_match(place)
         if found is None or probability * found[1] < least_probability:
             break
         token, share, place = found
@@ -190,7 +190,7 @@ class TreeFollower:
             node, read = child, 1
         return node, read
 
-    def follow(self, place: tuple[Node, int]) -> tuple[int, float, tuple[Node, int]] | None:
+    def extend_match(self, place: tuple[Node, int]) -> tuple[int, float, tuple[Node, int]] | None:
         node, read = place
         if node.start + read < node.end:
             return node.tokens[node.start + read], 1.0, (node, read + 1)
@@ -223,7 +223,7 @@ class TextFollower:
     def find(self, match_len: int) -> Places | None:
         return self.by_length[match_len - 1] if match_len <= len(self.by_length) else None
 
-    def follow(self, place: Places) -> tuple[int, float, Places] | None:
+    def extend_match(self, place: Places) -> tuple[int, float, Places] | None:
         """The token that followed most often; of equally frequent ones the latest."""
         place = place[place < len(self.text)]  # of the others it is not known yet what comes next
         if not len(place):

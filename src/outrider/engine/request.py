@@ -174,7 +174,7 @@ class Request(Residence):
 
     def most_drafts(self, *, predicted: bool = False) -> int | None:
         """How many tokens of a draft are wanted, be it the drafter's or from the prediction; None: all of them."""
-        rests = self.standing.is_resting or not self.is_followed
+        rests = self.standing.is_paused or not self.is_followed
         return 0 if rests and not predicted else self.params.num_speculative_tokens
 
     def remaining(self, max_model_len: int) -> int:

@@ -17,11 +17,11 @@ from outrider.drafters.base import Drafter
 CONTEXTS = (256, 1024, 4096, 16384, 65536)  # upper ends of the buckets of context length
 MAX_NOTICES = 1000  # that nobody has taken
 MAX_FAILED_REBUILDS = 3  # in a row: whatever ails the drafter at such lengths, it is not its memory
-LONGEST_REST = 16  # times the shortest
+LONGEST_PAUSE = 16  # times the shortest
 QUIET = 60.0  # seconds at least from one suspicion of a request to the next that is told, and of all together
 INITIAL_ACCEPTED = 1.0  # accepted tokens a round: the average that everything begins with
 # In terms of what counts as dead: what averages begin anew with after a rebuild (nothing accepted: dead again after 14
-# rounds) and when a rest is over (after 4 rounds), and what it takes to count as alive again.
+# rounds) and when a pause is over (after 4 rounds), and what it takes to count as alive again.
 AFTER_REBUILD, ON_TRIAL, ALIVE = 2.5, 1.25, 3.0
 
 
@@ -66,14 +66,14 @@ class RequestHealth:
 
     average: Average | None = None
     plain_rounds: int = 0  # yet to come before drafts are tried again
-    rest: int = 0  # how many there will be the next time; 0: it has never died
+    pause: int = 0  # how many there will be the next time; 0: it has never died
     needs_rebuild: bool = False  # what target and drafter remember of it is to be computed again
     rebuilt: bool = False
-    on_trial: bool = False  # since a rebuild or a rest
+    on_trial: bool = False  # since a rebuild or a pause
     is_suspicious: bool = False
 
     @property
-    def is_resting(self) -> bool:
+    def is_paused(self) -> bool:
         return self.plain_rounds > 0
 
 
@@ -146,8 +146,8 @@ class Watchdog:
     # one request
 
     def _on_dead(self, standing: RequestHealth, bucket: Bucket, fields: dict[str, Any]) -> None:
-        """A request's drafts are no longer accepted: it is rebuilt, or rests."""
-        if standing.on_trial and standing.rest == 0:  # the rebuild has not helped
+        """A request's drafts are no longer accepted: it is rebuilt, or drafting pauses."""
+        if standing.on_trial and standing.pause == 0:  # the rebuild has not helped
             bucket.failed_rebuilds += 1
         helpful = bucket.failed_rebuilds < MAX_FAILED_REBUILDS or self._lives(bucket.average)
         if self._rebuilds and not standing.rebuilt and helpful:
@@ -156,11 +156,11 @@ class Watchdog:
             self._retry(standing, AFTER_REBUILD)
             self._log("drafter_rebuild", fields)
             return
-        if standing.rest == 0:
+        if standing.pause == 0:
             self.counts.fallbacks += 1
             self._log("drafter_fallback", fields)
-        standing.rest = min(max(2 * standing.rest, self.settings.rest), LONGEST_REST * self.settings.rest)
-        standing.plain_rounds = standing.rest
+        standing.pause = min(max(2 * standing.pause, self.settings.pause), LONGEST_PAUSE * self.settings.pause)
+        standing.plain_rounds = standing.pause
 
     def _retry(self, standing: RequestHealth, hope: float) -> None:
         assert standing.average is not None
@@ -168,9 +168,9 @@ class Watchdog:
         standing.average.accepted = hope * self.settings.dead_acceptance
 
     def _recover(self, standing: RequestHealth, bucket: Bucket, fields: dict[str, Any]) -> None:
-        if standing.rest == 0:  # it was the rebuild
+        if standing.pause == 0:  # it was the rebuild
             bucket.failed_rebuilds = 0
-        standing.on_trial, standing.rest = False, 0
+        standing.on_trial, standing.pause = False, 0
         self.counts.recoveries += 1
         self._log("drafter_recovered", fields)
 

@@ -102,7 +102,9 @@ class SelfAttention(CachedLayer):
             q, k = (each.to(v.dtype) for each in self._turned(q, k, batch))
             return self.finish(batch.attending.attend(self, q, k, v, self.options.scale), x, residual)
         assert self.pages is not None, "the layer has no cache memory yet"
-        q = rope_write(q, k, v, self.rotary(batch), self.pages, batch.write_locations, self.head_norms)
+        q = rope_write(
+            q, k, v, self.rotary(batch), self.pages, batch.write_locations, self.head_norms, scales=self.options.scales
+        )
         return self.finish(paged_attention(q, self.pages, batch, self.options, self.sinks), x, residual)
 
     def remember(self, x: Tensor, batch: Batch) -> None:
@@ -119,7 +121,10 @@ class SelfAttention(CachedLayer):
             batch.attending.remember(self, rotate(k.float(), *self.rotary(batch)).to(v.dtype), v)
             return
         assert self.pages is not None, "the layer has no cache memory yet"
-        rope_write(k, k, v, self.rotary(batch), self.pages, batch.write_locations)  # there are no queries
+        scales = self.options.scales
+        rope_write(
+            k, k, v, self.rotary(batch), self.pages, batch.write_locations, scales=scales
+        )  # there are no queries
 
     def _turned(self, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Normed and turned by their positions, with gradients."""

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from outrider.kernels.dispatch import use_native
 from outrider.kernels.packed import Packed, pack
 from outrider.kernels.quantised import Kind, Quantised, QuantisedStack, quantise
+from outrider.layers.block import Block
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear, take_memory
 from outrider.layers.moe import Experts
@@ -111,3 +113,18 @@ def pack_weights(module: nn.Module, min_bytes: int | None = None) -> int:
             layer.packed = pack(layer.weight.detach())
             count += layer.packed is not None
     return count
+
+
+def refill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """A filled model takes these weights, by the names of its parameters, in place: recordings of rounds stay valid.
+    Other forms of its weights are made anew."""
+    parameters = dict(module.named_parameters())
+    with torch.inference_mode():
+        for name, value in values.items():
+            parameters[name].copy_(value)
+        for layer in module.modules():
+            if isinstance(layer, Linear | Head):
+                layer.packed = None
+            elif isinstance(layer, Block):
+                layer._native = None
+        pack_weights(module)

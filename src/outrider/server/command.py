@@ -32,7 +32,7 @@ _NAMES, _LIMITS, _ACCESS = "Names and parsers", "QueueLimits", "Access"
 
 _TOOLS_HELP = "Form of calls: hermes, qwen3_coder, llama3, mistral, deepseek, harmony, none; auto: by the template."
 _REASONING_HELP = "Form of reasoning: think, mistral, harmony, none; auto: by the template."
-_WATCHDOG_HELP = "Rebuild or rest drafting where acceptance has died."
+_WATCHDOG_HELP = "Rebuild or pause drafting where acceptance has died."
 _LEARN_HELP = "The drafter learns from answers to requests that allow it, when idle; its versions go here."
 _SEQUENCES_HELP = "Sequences decoded at once. By default 256 on a GPU, else 16."
 _ROWS_HELP = "Tokens computed in a pass. By default 8192 on a GPU, else 2048."

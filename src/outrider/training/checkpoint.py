@@ -12,15 +12,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.drafters.base import Drafter
 from outrider.drafters.fresh import Fresh
-from outrider.layers.block import Block
-from outrider.layers.embedding import Head
-from outrider.layers.linear import Linear
-from outrider.layers.packing import pack_weights
+from outrider.layers.packing import refill
 from outrider.types import Weight
 
 STORED = torch.bfloat16
@@ -70,17 +67,8 @@ def _taken_apart(weight: Weight, value: Tensor, like: Mapping[str, Tensor]) -> d
 
 
 def copy_into(drafter: Drafter, values: Mapping[str, Tensor]) -> None:
-    """A drafter that serves takes these weights, rounded as on disk, in place: recordings of rounds stay valid."""
-    parameters: dict[str, nn.Parameter] = dict(drafter.named_parameters())
-    with torch.inference_mode():
-        for name, value in values.items():
-            parameters[name].copy_(value.to(STORED))
-        for module in drafter.modules():  # smaller forms of the old weights
-            if isinstance(module, Linear | Head):
-                module.packed = None
-            elif isinstance(module, Block):
-                module._native = None
-        pack_weights(drafter)
+    """A drafter that serves takes these weights, rounded as on disk."""
+    refill(drafter, {name: value.to(STORED) for name, value in values.items()})
 
 
 @dataclass(frozen=True)

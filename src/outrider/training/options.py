@@ -91,7 +91,7 @@ class TrainOptions:
     @property
     def num_rows(self) -> int:
         """Of a step."""
-        tokens = self.tokens_per_step or (65536 if self.torch_device.type == "cuda" else 2048)
+        tokens = self.tokens_per_step or (16384 if self.torch_device.type == "cuda" else 2048)
         return max(tokens // self.row_length, 1)
 
     def identity(self) -> dict[str, Any]:

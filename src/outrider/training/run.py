@@ -57,7 +57,10 @@ class Run:
         self.options, self.world, self.on_progress = options, world, on_progress
         self.folder = options.out / "training"
         self.texts_path, self.start = self.folder / "texts.safetensors", self.folder / "start"
-        self.settings = SpeculativeConfig(model=str(self.start), num_speculative_tokens=options.depth, force=True)
+        method = "mtp" if options.method == "mtp" else None  # modules that the target came with have its config.json
+        self.settings = SpeculativeConfig(
+            method=method, model=str(self.start), num_speculative_tokens=options.depth, force=True
+        )
         self.seconds: dict[str, float] = {}
         conversations = read_all(options.data, options.limit)
         checkpoint = open_checkpoint(options.target)
@@ -199,7 +202,12 @@ class Run:
             window=options.window,
             seed=options.seed,
         )
-        fresh = trainable_method(options.method).fresh(target, plan)
+        method = trainable_method(options.method)
+        checkpoint = open_checkpoint(options.target)
+        try:
+            fresh = method.found_in(target, checkpoint, plan) or method.fresh(target, plan)
+        finally:
+            checkpoint.close()
         if options.dialect == "speculators":
             return in_speculators_format(fresh, options.method, str(options.target), options.depth)
         return fresh

@@ -134,8 +134,8 @@ def _attend_blocks(
 @triton.jit
 def _attend(
     items, counters, q, k_pages, v_pages, page_table, indices, last_keys, sinks, out, partial, maxima, sums,
-    q_row, q_head, key_row, key_head, value_row, value_head, table_row, scale, softcap, num_heads, num_kv_heads,
-    first_key, PAGE: tl.constexpr, ITEM: tl.constexpr, SPLIT: tl.constexpr,
+    q_row, q_head, key_row, key_head, value_row, value_head, table_row, scale, value_scale, softcap, num_heads,
+    num_kv_heads, first_key, PAGE: tl.constexpr, ITEM: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr, HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
@@ -233,7 +233,7 @@ def _attend(
         shrink = tl.exp2(best - better)
         weight = weight * shrink + tl.exp2(sink - better)
         total = total * shrink[:, None]
-    total = tl.where(weight[:, None] > 0, total / weight[:, None], 0.0)
+    total = tl.where(weight[:, None] > 0, total / weight[:, None], 0.0) * value_scale
     cell = row * num_heads + head
     tl.store(out + cell[:, None] * VALUE + value_place[None, :], total.to(out.dtype.element_ty), mask=fits)
 
@@ -271,6 +271,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    value_scale: float = 1.0,
     parts: int | None = None,
 ) -> Tensor:
     """q [T, heads, D], pages [P, page_size, kv heads, D] and [..., D_v] -> [T, heads, D_v]. `parts`: how many programs
@@ -295,7 +296,8 @@ def paged_attention(
             work.items, work.counters, q, k_pages, v_pages, table, keys.indices,
             keys.indices if last_key is None else last_key, out if sinks is None else sinks, out, partial, maxima, sums,
             q.stride(0), q.stride(1), k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2),
-            table.stride(0), scale * LOG2_E, softcap * LOG2_E, num_heads, num_kv_heads, keys.first_key, keys.page_size,
+            table.stride(0), scale * LOG2_E, value_scale, softcap * LOG2_E, num_heads, num_kv_heads, keys.first_key,
+            keys.page_size,
             ITEM=ITEM, SPLIT=parts is None and block_m >= 64,
             GROUP=group, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
             SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,

@@ -68,10 +68,8 @@ def _up(
     if HAS_BIAS:
         total += tl.load(bias_at, mask=fits, other=0.0).to(tl.float32)
     if GATED:
-        up, _ = _product(
-            x_at, weight_at + tl.cast(num_columns, tl.int64) * weight_stride, norm, norm_offset, inner, place, fits, NORM,
-            BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+        weight_at += tl.cast(num_columns, tl.int64) * weight_stride
+        up, _ = _product(x_at, weight_at, norm, norm_offset, inner, place, fits, NORM, BLOCK_N, BLOCK_K)
         up *= root
         if HAS_BIAS:
             up += tl.load(bias_at + num_columns, mask=fits, other=0.0).to(tl.float32)

@@ -109,7 +109,7 @@ def _down(
     lane = tl.arange(0, BLOCK_M)
     x_at = x + pair.to(tl.int64)[:, None, None] * inner + (lane * 0)[None, None, :]
     total, _, _ = sums(
-        x_at, is_chosen[:, None, None] & (lane == 0)[None, None, :], data_at, tl.cast(num_columns, tl.int64), scale + rows,
+        x_at, is_chosen[:, None, None] & (lane == 0)[None, None, :], data_at, num_columns, scale + rows,
         offset + rows, x, 0.0, num_columns, run, inner, num_runs, scale_stride,
         KIND, PART, GROUP, EVEN, POWERS, HAS_OFFSET, False, False, IEEE, FAST, SLICES, SPLIT, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
