@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import tiny
-from quantised_packing import WAYS, Tensors
-from safetensors.torch import save_file
+import torch
+from quantised_packing import WAYS, Tensors, random_numbers
+from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig, GptOssForCausalLM
 
 
 def save(path: Path, config: dict[str, Any], tensors: Tensors) -> Path:
@@ -22,18 +24,39 @@ def save(path: Path, config: dict[str, Any], tensors: Tensors) -> Path:
     return path
 
 
-def quantise_model(path: Path, way: str) -> tuple[Path, Path]:
-    """A tiny model quantised, and the same numbers as a dense model."""
+def quantise_model(path: Path, way: str, family: str = "llama", **sizes: Any) -> tuple[Path, Path]:
+    """A tiny model quantised, and the same numbers as a dense model. Of a mixture every expert has tensors of its own,
+    as it is published."""
     quantise, quantization = WAYS[way]
-    model = tiny.reference("llama", num_hidden_layers=2)
+    model = tiny.reference(family, num_hidden_layers=2, **sizes)
+    model.save_pretrained(path / "published")
     stored: Tensors = {}
     dense: Tensors = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in load_file(path / "published" / "model.safetensors").items():
         if re.search(r"_proj\.weight$", name):
             parts, dense[name] = quantise(tensor)
             stored |= {name.removesuffix(".weight") + part.removeprefix("x"): parts[part] for part in parts}
         else:
             stored[name] = dense[name] = tensor
-    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": "float32"}
     quantised = save(path / "quantised", {**config, "quantization_config": quantization}, stored)
     return quantised, save(path / "dense", config, dense)
+
+
+def mxfp4_model(path: Path, **settings: Any) -> tuple[Path, dict[str, Any], dict[str, tuple[int, ...]]]:
+    """A gpt-oss as it is published, its config without what says that it is quantised, and what shapes it has dense."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config = GptOssConfig(**sizes, **heads, num_local_experts=3, num_experts_per_tok=2, **settings)
+    model = GptOssForCausalLM(config)
+    tiny.randomise(model)
+    stored = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in stored if re.search(r"experts\.(gate_up|down)_proj$", name)]:
+        num_experts, num_inputs, num_outputs = stored.pop(name).shape
+        grid = (num_experts, num_outputs, num_inputs // 32)
+        stored[f"{name}_blocks"] = random_numbers(generator, 8, *grid, 16).to(torch.uint8)
+        stored[f"{name}_scales"] = torch.randint(118, 126, grid, generator=generator).to(torch.uint8)
+    dense = {**config.to_dict(), "architectures": ["GptOssForCausalLM"], "dtype": "float32"}
+    return save(path, {**dense, "quantization_config": {"quant_method": "mxfp4"}}, stored), dense, shapes

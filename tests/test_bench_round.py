@@ -11,7 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from outrider.bench import random_pair
+from outrider.bench.round import pass_bytes
+from outrider.bench.shapes import SHAPES
 from outrider.cli import app
+from outrider.config import EngineConfig
+from outrider.layers.packing import mixtures
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -99,3 +103,42 @@ def test_random_drafters_are_filled() -> None:
     random_pair.fill(target)
     assert all(bool(torch.isfinite(p).all()) for p in target.parameters())
     assert bool((target.norm.weight == 1).all())
+
+
+MIXTURE = {
+    **{key: SHAPES["gpt-oss-20b"][key] for key in ("architectures", "rope_scaling", "quantization_config")},
+    **{key: value for key, value in SHAPE.items() if key != "architectures"},
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "attention_bias": True,
+}
+
+
+def test_a_mixture_with_biases_has_a_random_head(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MIXTURE))
+    found = run("--shape", str(path), "--method", "eagle3", "-k", "2", "--accept-length", "2", "--json")
+    assert [side["name"] for side in found["sides"]] == ["plain", "eagle3"]
+    assert found["sides"][1]["synthetic_accept_length"] == pytest.approx(2, abs=0.35)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_experts_of_four_bits_are_counted_so(quantization: str | None) -> None:
+    """Groups of 32 have a byte each. What is in few bits is not rounded again."""
+    config = EngineConfig(
+        "random", dtype="float32", device="cpu", max_model_len=32, max_num_seqs=1, quantization=quantization
+    )
+    engine = random_pair.random_engine(config, MIXTURE)
+    try:
+        numbers = 4 * 3 * 128 * 128 * 4.25 / 8
+        routed = mixtures(engine.target)
+        assert [sum(form.num_bytes for form in each.packed.values()) for each in routed] == [numbers] * 8
+        read, all_read = (pass_bytes(engine, num_rows) for num_rows in (1, 1000))
+        assert all_read - read == pytest.approx(8 * numbers / 2, abs=2)
+    finally:
+        engine.close()

@@ -14,6 +14,7 @@ from outrider import LLM, SamplingParams
 from outrider.engine import graphs
 from outrider.kernels import dispatch
 from outrider.kernels.gpu import attention
+from outrider.layers import norm
 from outrider.llm import total_speculation
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0.8, seed=4, ignore_eos=True)
@@ -47,6 +48,8 @@ def test_models_on_interpreted_kernels(
     monkeypatch.setattr(dispatch, "is_home", lambda x: True)
     monkeypatch.setattr(attention, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
     monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))  # nor for rows that only fill up
+    if family in ("llama", "deepseek_v3"):
+        monkeypatch.setattr(norm, "FEW_ROWS", 8)  # products norm their own rows
     with LLM(path, drafter_settings(method, tmp_path, target_path, family), **options) as llm:
         assert llm.drafter is not None
         guide(llm.drafter, Oracle.truth, llm.target.vocab_size, skill=0.8)

@@ -1,18 +1,16 @@
 """Quantised checkpoints: what slow and obvious code packs in each format reads back exactly.
 References that are not ours: transformers' own code for fp8 and mxfp4, and its models after it dequantised them."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantised_models import quantise_model, save
+from quantised_models import mxfp4_model, quantise_model, save
 from quantised_packing import (
     WAYS,
     Memory,
@@ -26,7 +24,7 @@ from quantised_packing import (
     random_scale,
 )
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
@@ -317,22 +315,7 @@ def test_transformers_reads_the_same_fp8_numbers(tmp_path: Path) -> None:
 
 def test_transformers_reads_the_same_mxfp4_numbers(tmp_path: Path) -> None:
     """A gpt-oss as it is published, and what transformers makes of it on a machine without kernels for it."""
-    config = GptOssConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_local_experts=3,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts_per_tok=2,
-    )  # fmt: skip
-    model = GptOssForCausalLM(config)
-    tiny.randomise(model)
-    stored = model.state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    generator = torch.Generator().manual_seed(0)
-    for name in [name for name in stored if re.search(r"experts\.(gate_up|down)_proj$", name)]:
-        num_experts, num_inputs, num_outputs = stored.pop(name).shape
-        grid = (num_experts, num_outputs, num_inputs // 32)
-        stored[f"{name}_blocks"] = random_numbers(generator, 8, *grid, 16).to(torch.uint8)
-        stored[f"{name}_scales"] = torch.randint(118, 126, grid, generator=generator).to(torch.uint8)
-    settings = {**config.to_dict(), "architectures": ["GptOssForCausalLM"], "dtype": "float32"}
-    path = save(tmp_path / "quantised", {**settings, "quantization_config": {"quant_method": "mxfp4"}}, stored)
+    path, settings, shapes = mxfp4_model(tmp_path / "quantised")
     ours = open_checkpoint(path)
     assert {name: ours.shape(name) for name in ours.names()} == shapes
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()

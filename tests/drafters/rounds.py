@@ -9,7 +9,7 @@ import torch
 from samples import guide
 
 from outrider import LLM, SamplingParams
-from outrider.drafters.head import FeedbackDrafter
+from outrider.drafters.feedback import FeedbackDrafter
 from outrider.outputs import CompletionOutput
 
 PROMPTS = [[7, 8, 9, 10, 11, 12, 13, 14, 15], [50, 60, 70]]

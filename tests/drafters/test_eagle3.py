@@ -185,7 +185,7 @@ CONFLICTS = {
     "both norms": ({"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
     "flag differs": ({"norm_before_fc": True, "eagle_config": {"norm_before_fc": False}}, "given twice and differs"),
     "target size": ({"target_hidden_size": 128}, "hidden size 128, this one has 64"),
-    "bias": ({"attention_bias": True}, "attention_bias=True, but the tensors say False"),
+    "bias": ({"attention_bias": True}, "attention_bias says True, but the tensors say False"),
     "vocabulary without map": ({"draft_vocab_size": 100}, "no d2t tensor"),
     "missing norm": ({"fc_norm": True}, "lacks tensor fc_norm.0.weight"),
     "misshapen": ({"intermediate_size": 100}, "gate_proj.weight"),

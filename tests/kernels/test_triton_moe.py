@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outrider.kernels.activation import Activation, clamped_swish_mul, relu2, silu_mul
+from outrider.kernels.activation import Activation, ClampedSwish, relu2, silu_mul
 from outrider.kernels.gpu import few_experts, router
 from outrider.kernels.gpu import moe as gpu_moe
 from outrider.kernels.moe import ExpertWeights, experts_reference, softmax_top, softmax_top_reference
@@ -37,7 +37,7 @@ CASES = [
     (1, 5, 2, 64, 48, silu_mul, True, False),
     (7, 6, 3, 100, 33, silu_mul, True, True),
     (21, 4, 4, 72, 136, relu2, False, True),
-    (5, 9, 1, 40, 24, clamped_swish_mul(1.7, 2.0), True, True),
+    (5, 9, 1, 40, 24, ClampedSwish(1.7, 2.0), True, True),
     (130, 3, 2, 48, 40, silu_mul, True, False),  # tiles of more than 16 rows
 ]
 CUDA_CASES = [

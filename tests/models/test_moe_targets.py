@@ -12,7 +12,7 @@ from harness import Harness, load_target
 from safetensors.torch import load_file, save_file
 
 from outrider.kernels import dispatch
-from outrider.kernels.activation import Activation, clamped_silu_mul, clamped_swish_mul, sigmoid
+from outrider.kernels.activation import Activation, ClampedSilu, ClampedSwish, sigmoid
 from outrider.models.base import targets
 
 PROMPT = torch.randint(3, 250, (40,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -62,7 +62,7 @@ def test_a_row_is_the_same_bits_in_any_company(family: str, target_path: Callabl
     assert torch.equal(whole, logits(path, chunk=7))
 
 
-@pytest.mark.parametrize("activation", [sigmoid, clamped_silu_mul(0.7), clamped_swish_mul(1.7, 0.7)])
+@pytest.mark.parametrize("activation", [sigmoid, ClampedSilu(0.7), ClampedSwish(1.7, 0.7)])
 def test_activations_do_not_see_other_rows(activation: Activation, kernels: str) -> None:
     x = 3 * torch.randn(60, 14, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.bench.shapes import SHAPES
-from outrider.checkpoints.loader import building
+from outrider.checkpoints.loader import building, is_for_gpu
 from outrider.config import EngineConfig, SpeculativeConfig, batch_limits
 from outrider.drafters.base import Drafter, drafters
 from outrider.engine.cache_dtype import choose_pages
@@ -23,8 +23,8 @@ from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.block import DecoderBlock
 from outrider.layers.exact import make_exact
 from outrider.layers.mtp import MtpModule
-from outrider.layers.norm import RMSNorm
-from outrider.layers.packing import round_matrices
+from outrider.layers.norm import RMSNorm, norm_on_the_way
+from outrider.layers.packing import round_experts, round_matrices
 from outrider.models.base import Mtp, Target, targets
 from outrider.models.llama import Llama
 from outrider.options import EngineOptions
@@ -137,14 +137,24 @@ def random_engine(config: EngineConfig, shape: dict[str, Any], startup: StartupT
         for module in (target, drafter):
             if module is not None:
                 fill(module)
+        if _has_mxfp4(shape) and is_for_gpu(next(target.parameters())):
+            round_experts(target, Kind.FP4)
         if config.quantization is not None:
             round_matrices(target, rounded(config.quantization))
         if drafter is not None and settings is not None and settings.quantization is not None:
             round_matrices(drafter, rounded(settings.quantization))
     if config.exact:
         make_exact(target)
+    else:
+        norm_on_the_way(target)
     with startup.timed("cache"):
         return Engine(config, target, Drafting.of(config, drafter), budget)
+
+
+def _has_mxfp4(shape: dict[str, Any]) -> bool:
+    """Whether its experts are published in 4 bits."""
+    settings = shape.get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
 
 
 def rounded(name: str) -> Kind:
@@ -154,7 +164,7 @@ def rounded(name: str) -> Kind:
 
 
 def check_method(method: str) -> None:
-    """That there is a random drafter of this method."""
+    """Raises ValueError where there is no random drafter of this method."""
     if method not in METHODS:
         raise ValueError(f"no random drafter of method {method!r}; known: {', '.join(METHODS)}")
 

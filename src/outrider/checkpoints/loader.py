@@ -25,7 +25,7 @@ from outrider.kernels.packed import Packed, pack_blocks, pack_tiles
 from outrider.kernels.quantised import Kind, Quantised, joined, quantise
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import give_memory, take_memory
-from outrider.layers.packing import gains_from_packing, packable
+from outrider.layers.packing import gains_from_packing, mixtures, packable
 from outrider.layers.split import cut_of, whole_shape
 from outrider.models.base import Target, targets
 from outrider.threads import threads
@@ -61,16 +61,16 @@ def build_drafter(settings: SpeculativeConfig, target: Target, checkpoint: Check
     return drafters[method].build(settings, target, checkpoint)
 
 
-def lives_in_target(settings: SpeculativeConfig) -> bool:
+def weights_in_target(settings: SpeculativeConfig) -> bool:
     """Whether the drafter's weights are in the target's own checkpoint."""
-    return settings.model is None and drafters[resolve_method(settings, None)].lives_in_target
+    return settings.model is None and drafters[resolve_method(settings, None)].weights_in_target
 
 
 def resolve_method(settings: SpeculativeConfig, checkpoint: Checkpoint | None) -> str:
     """The method the user named, or the one whose checkpoints look like this; or one that claims to be meant by it."""
     method = settings.method if settings.method is not None else _recognised(checkpoint)
     config = checkpoint.config if checkpoint is not None else {}
-    return next((name for name in drafters if drafters[name].stands_for(method, settings, config)), method)
+    return next((name for name in drafters if drafters[name].replaces(method, settings, config)), method)
 
 
 def _recognised(checkpoint: Checkpoint | None) -> str:
@@ -114,7 +114,9 @@ def load_weights(
     surplus = {actual[name] for name in present - used if not module.ignores(name)}
     _complain(checkpoint, "has, but nothing uses,", surplus, "the config.json does not describe these weights")
     keepable = {layer.weight for layer in packable(module)}
-    if _is_for_gpu(next(module.parameters())) or not isinstance(checkpoint, GgufCheckpoint):
+    if is_for_gpu(next(module.parameters())):
+        keepable |= {parameter for routed in mixtures(module) for parameter in (routed.up, routed.down)}
+    if is_for_gpu(next(module.parameters())) or not isinstance(checkpoint, GgufCheckpoint):
         # rows of an embedding are looked up, not computed with
         keepable -= {layer.weight for layer in packable(module) if isinstance(layer, Embedding)}
     # a part of a matrix is read from floats: blocks may reach across its borders
@@ -145,20 +147,21 @@ def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint, *, small_t
     """Whether quantised weights can be computed with as they are: on a GPU, or by native kernels, and if it is worth it
     there (or it need not be)."""
     floats = next(module.parameters())
-    if _is_for_gpu(floats) or not isinstance(checkpoint, GgufCheckpoint):
-        return _is_for_gpu(floats)
+    if is_for_gpu(floats) or not isinstance(checkpoint, GgufCheckpoint):
+        return is_for_gpu(floats)
     with torch.inference_mode():
         return use_native(floats) and (small_too or gains_from_packing(module))
 
 
-def _is_for_gpu(floats: Tensor) -> bool:
+def is_for_gpu(floats: Tensor) -> bool:
+    """Whether Triton's kernels compute with these."""
     with torch.inference_mode():
         return use_triton(floats)
 
 
 def keeps_few_bits(checkpoint: Checkpoint, device: torch.device, kind: Kind | None) -> bool:
     """Whether matrices of this checkpoint stay in few bits on a GPU."""
-    is_able = _is_for_gpu(torch.empty(0, device=device))
+    is_able = is_for_gpu(torch.empty(0, device=device))
     if kind is not None and not is_able:
         raise ValueError(f"quantization {kind.value} is for GPUs, with Triton: leave it out, or use a quantised file")
     return is_able and (kind is not None or isinstance(checkpoint, QuantisedCheckpoint | GgufCheckpoint))
@@ -167,14 +170,14 @@ def keeps_few_bits(checkpoint: Checkpoint, device: torch.device, kind: Kind | No
 def _as_stored(
     parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight, *, tiled: bool
 ) -> Packed | Quantised | None:
-    """None where the tensors are not all quantised, or have no common form."""
+    """The tensors of a weight as they are stored; None where not all are quantised, or they have no common form."""
     if weight.combine is not None:
-        return None
+        return _combined_as_stored(parameter, checkpoint, weight)
     if isinstance(checkpoint, GgufCheckpoint):
         if not all(map(checkpoint.in_blocks, weight.names)):
             return None
         _parts(parameter, checkpoint, name, weight)  # complains about shapes
-        if _is_for_gpu(parameter):
+        if is_for_gpu(parameter):
             return quantised_of([checkpoint.blocks(source) for source in weight.names], parameter.device)
         if tiled:
             return pack_tiles([checkpoint.tiles(source) for source in weight.names])
@@ -187,8 +190,24 @@ def _as_stored(
     return joined(found) if len(found) == len(parts) else None
 
 
+def _combined_as_stored(parameter: nn.Parameter, checkpoint: Checkpoint, weight: Weight) -> Quantised | None:
+    """Experts, which are more than joined; as many numbers as the parameter has."""
+    if weight.combine_quantised is None or not isinstance(checkpoint, QuantisedCheckpoint):
+        return None
+    parts: list[Quantised] = []
+    for source in weight.names:
+        part = checkpoint.quantised(source, parameter.device)
+        if part is None or part.num_columns != parameter.shape[-1]:
+            return None  # to be dense, or complained about
+        parts.append(part)
+    found = weight.combine_quantised(parts)
+    if found is None or len(found.data) * found.num_columns != parameter.numel():
+        return None
+    return found
+
+
 def _keep(parameter: nn.Parameter, form: Packed | Quantised | None, kept: KeptBlocks) -> bool:
-    """Instead of the parameter's own memory."""
+    """Keeps a matrix in its packed form instead of the parameter's own memory."""
     if form is None:
         return False
     kept[parameter] = form

@@ -26,6 +26,7 @@ from outrider.checkpoints.quantised_weight import (
     num_words,
     unpack,
 )
+from outrider.kernels.quantised import Kind, Quantised, is_packable, joined, pack_numbers
 
 Suffixes = Mapping[str, tuple[str, str]]
 # Stored beside the weight of a layer for its activations, which we leave as they are.
@@ -56,6 +57,10 @@ class Format(ABC):
 
     def dense(self, stored: Stored) -> Tensor:
         return self.blocks(stored).dense()
+
+    def quantised(self, stored: Stored) -> Quantised | None:
+        """A matrix, or several one below the other, as kernels compute with them; None where they know no such form."""
+        return self.blocks(stored).quantised()
 
 
 class Fp8(Format):
@@ -329,6 +334,17 @@ class Mxfp4(Format):
             values = functional.embedding(packed[expert].int(), self._pairs).flatten(1)
             dense[expert] = Blocks(values, scale[expert], (1, 32)).dense()
         return dense.mT
+
+    def quantised(self, stored: Stored) -> Quantised | None:
+        """Rows as they are stored: outputs, one expert below the other."""
+        grid, packed = self._packed(stored)
+        scale = stored.sized("scale", grid, torch.uint8)
+        if not is_packable(32 * grid[2], 32, Kind.FP4):
+            return None
+        numbers = (
+            torch.stack([each & 15, each >> 4], -1).flatten(1) for each in packed
+        )  # two a byte, the low one first
+        return joined([pack_numbers(Kind.FP4, *each) for each in zip(numbers, scale, strict=True)])
 
     def _packed(self, stored: Stored) -> tuple[Shape, Tensor]:
         num_experts, num_columns, num_rows = self.shape(stored)

@@ -3,14 +3,14 @@ In every format that is (values - zero) * scale, in float32, with one scale and 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.kernels.quantised import Kind, Quantised, is_packable, pack_numbers
+from outrider.kernels.quantised import Kind, Quantised, is_packable, joined, pack_numbers
 from outrider.types import Checkpoint
 
 Shape = tuple[int, ...]
@@ -138,7 +138,12 @@ class Blocks:
         return values.flatten(-2)[..., :num_columns].contiguous()
 
     def quantised(self) -> Quantised | None:
-        """As kernels compute with it; None where they know no such form."""
+        """The weight as kernels compute with it, matrices of a stack one below the other; None where they know no such
+        form."""
+        if self.values.ndim == 3:
+            parts = [self._matrix(number).quantised() for number in range(len(self.values))]
+            known = [part for part in parts if part is not None]
+            return joined(known) if known and len(known) == len(parts) else None
         found = self._numbers()
         num_columns, columns = self.values.shape[-1], self.size[1]
         if found is None or self.values.ndim != 2 or not is_packable(num_columns, columns, found[0]):
@@ -154,8 +159,18 @@ class Blocks:
             return None
         return pack_numbers(kind, numbers[:, order], scale, offset, order)
 
+    def _matrix(self, number: int) -> "Blocks":
+        """One of a stack; scales may be all of theirs."""
+
+        def own(each: Tensor | None) -> Tensor | None:
+            return None if each is None else each[number if len(each) > 1 else 0]
+
+        scale = own(self.scale)
+        assert scale is not None
+        return replace(self, values=self.values[number], scale=scale, zero=own(self.zero))
+
     def _numbers(self) -> tuple[Kind, Tensor, int] | None:
-        """Their kind, one a byte, and what was taken off each of them."""
+        """The numbers of the weight: their kind, one a byte, and what was taken off each of them."""
         values = self.values
         if values.dtype == torch.float8_e4m3fn:
             return Kind.FP8, values.view(torch.uint8), 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,12 @@ class Drafter(nn.Module):
     num_carried: int = 1  # how many rows' taps it wants to see again in the next round
     lookahead: int
     needs_tokenizer_of_target = False  # its checkpoint has a tokenizer that must be the target's
-    from_text = False  # it has no layers and reads tokens only, so that it can go before another in a combination
-    lives_in_target = False  # without a checkpoint of its own, its weights are in the target's
+    reads_tokens_only = (
+        False  # it has no layers and reads tokens only, so that it can go before another in a combination
+    )
+    weights_in_target = False  # without a checkpoint of its own, its weights are in the target's
     drafts_in_parallel = False  # it knows what to do with parallel_drafting
-    own_settings: Mapping[str, Any] = {}  # of speculative_config, with their defaults: settings.own(...) in build()
+    own_settings: Mapping[str, Any] = {}  # of speculative_config: a Setting of each name, or its default; see build()
     ranks: Ranks | None = None  # that run it together, where one process does not run it alone
     recordable = True  # propose() asks the host nothing, so that a round can be recorded and replayed
 
@@ -59,13 +61,13 @@ class Drafter(nn.Module):
         return Sureness.NO
 
     @classmethod
-    def stands_for(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:
+    def replaces(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:
         """Whether this method is meant where another one is named, or was recognised, with such settings and such a
         config.json."""
         return False
 
     @classmethod
-    def suits(cls, target: type[Target]) -> bool:
+    def supports(cls, target: type[Target]) -> bool:
         """Whether a drafter of this method can exist for such targets."""
         return True
 
@@ -101,6 +103,11 @@ class Drafter(nn.Module):
     def readings(self) -> list[Reading]:
         """Other ways to understand the same checkpoint, for whoever measures which of them it was trained with."""
         return []
+
+    def reread(self, **changes: Any) -> Self:
+        """The same drafter with other fields of its config, as one of readings() asks for. It may want other taps, but
+        as many. Both share weights and the layers that hold the cache, so they must not run in two engines at once."""
+        raise NotImplementedError
 
     # training
 
@@ -138,9 +145,11 @@ class Reading:
 
     name: str
     advice: str  # what to change in which file, should this be the right one
-    apply: Callable[[Drafter], Drafter]
-    """From a loaded drafter to one that reads it so. It may want other taps, but as many. Both share weights and the
-    layers that hold the cache, so they must not run in two engines at once."""
+    changes: Mapping[str, Any]  # to the drafter's config: see Drafter.reread
+
+    def apply(self, drafter: Drafter) -> Drafter:
+        """The loaded drafter, read in this way. Both share weights and cache memory: see Drafter.reread."""
+        return drafter.reread(**self.changes)
 
 
 @dataclass

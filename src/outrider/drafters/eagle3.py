@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, Reading, Sureness, drafters
+from outrider.drafters.base import Reading, Sureness, drafters
 from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, distinct_taps, resolve
+from outrider.drafters.feedback import FIRST_KEY as FIRST_KEY
+from outrider.drafters.feedback import FeedbackDrafter, FeedbackNetwork, actual_names, layer_weights, unless_same
 from outrider.drafters.fresh import Fresh, Mould, Plan, Tensors, offsets
-from outrider.drafters.head import FIRST_KEY as FIRST_KEY
-from outrider.drafters.head import FeedbackDrafter, FeedbackNetwork, actual_names, layer_weights, twin, unless_same
 from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, compare, rows_of, teaching, weighed
 from outrider.kernels.chain import ChainParts, NativeChain
 from outrider.kernels.quantised import Quantised
@@ -50,6 +50,8 @@ class FusedBlock(nn.Module):
 
 
 class Eagle3Network(FeedbackNetwork):
+    config: Eagle3Config
+
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config = config
@@ -176,27 +178,23 @@ class Eagle3(FeedbackDrafter):
             taps = tuple(tap + shift for tap in config.taps)
             if taps[0] >= 0 and taps[-1] <= self._target[0].num_layers:
                 advice = f'set "taps" to {list(taps)} in speculative_config'
-                readings.append(_reading(f"taps {shift:+d}", advice, taps=taps))
+                readings.append(Reading(f"taps {shift:+d}", advice, {"taps": taps}))
         flags = {"norm_before_residual": config.norm_before_residual, "norm_output": config.norm_output}
         if not config.norm_output and config.provenance["norm_output"].source != "default":
             flags["norm_before_head"] = config.norm_before_head  # what SpecForge's trainer means by norm_output false
         for flag, value in flags.items():
             now = str(not value).lower()
             advice = f'set "{flag}": {now} at the top level of the head\'s config.json'
-            readings.append(_reading(f"{flag} {now}", advice, **{flag: not value}))
-        if config.maps_vocabulary and self._reread(absolute_ids=not config.absolute_ids)._maps_well():
+            readings.append(Reading(f"{flag} {now}", advice, {flag: not value}))
+        if config.maps_vocabulary and self.reread(absolute_ids=not config.absolute_ids)._maps_well():
             name = "d2t offsets" if config.absolute_ids else "d2t absolute"
             advice = "store target id - draft id in the tensor d2t, as engines expect it"
-            readings.append(_reading(name, advice, absolute_ids=not config.absolute_ids))
+            readings.append(Reading(name, advice, {"absolute_ids": not config.absolute_ids}))
         return readings
 
-    def _reread(self, **changes: Any) -> Eagle3:
-        """Shares the weights, and the layers with their cache memory."""
-        other = twin(self)
-        other.config = replace(self.config, **changes)
-        other.taps = other.config.taps
-        other.network, other._chain = twin(self.network), None
-        other.network.config = other.config
+    def reread(self, **changes: Any) -> Self:
+        other = super().reread(**changes)
+        other._chain = None
         return other
 
     # training
@@ -276,7 +274,7 @@ class Eagle3(FeedbackDrafter):
             self.network.embed = unless_same(self.network.embed, self._target[0].embed)
         if not self.config.maps_vocabulary:
             return
-        strays, could_be_ids = self._num_strays(), self._reread(absolute_ids=True)._maps_well()
+        strays, could_be_ids = self._num_strays(), self.reread(absolute_ids=True)._maps_well()
         if strays and not could_be_ids:
             raise ValueError(
                 f"d2t sends {strays} draft ids outside the target's vocabulary of {self.config.vocab_size}, and does "
@@ -336,11 +334,3 @@ class Eagle3(FeedbackDrafter):
 def _moved(values: Tensor, count: int) -> Tensor:
     """[R, S, ...]: `count` columns to the right; what comes in on the left is empty."""
     return torch.cat([values.new_zeros(len(values), count, *values.shape[2:]), values[:, :-count]], dim=1)
-
-
-def _reading(name: str, advice: str, **changes: Any) -> Reading:
-    def apply(drafter: Drafter) -> Drafter:
-        assert isinstance(drafter, Eagle3)
-        return drafter._reread(**changes)
-
-    return Reading(name, advice, apply)

@@ -6,15 +6,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, Reading, Sureness, drafters, extend, shifted
+from outrider.drafters.feedback import twin
 from outrider.drafters.fresh import Fresh, Plan
-from outrider.drafters.head import twin
 from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, joined, judged, rows_of, teaching
 from outrider.drafters.mtp_added import added_modules, are_added, fresh_modules
 from outrider.kernels.sampling import choose
@@ -43,7 +43,7 @@ class MultiTokenPrediction(Drafter):
     """The last rows of module k > 0 were built from drafted tokens, so all modules run again over as many rows as there
     are modules: whatever was accepted, entries of committed tokens come from them and the target's own states."""
 
-    lives_in_target = True
+    weights_in_target = True
 
     def __init__(self, mtp: Mtp, target: Target, settings: SpeculativeConfig) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class MultiTokenPrediction(Drafter):
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> MultiTokenPrediction:
         if checkpoint is not None and are_added(checkpoint.config):
             return cls(added_modules(checkpoint.config, target), target, settings)
-        if not cls.suits(type(target)):
+        if not cls.supports(type(target)):
             names = ", ".join(target.config.get("architectures") or [type(target).__name__])
             raise ValueError(f"method mtp: {names} has no multi-token-prediction modules; choose another method")
         if target.mtp is None:
@@ -84,7 +84,7 @@ class MultiTokenPrediction(Drafter):
         return Sureness.BY_NAME if are_added(config) else Sureness.NO
 
     @classmethod
-    def suits(cls, target: type[Target]) -> bool:
+    def supports(cls, target: type[Target]) -> bool:
         return target.mtp is not Target.mtp  # its class says how modules look; its config, whether there are some
 
     # drafting
@@ -187,7 +187,12 @@ class MultiTokenPrediction(Drafter):
             return []
         name = "first embedding kept" if zeroed else "first embedding zeroed"
         advice = f'set "mtp_zero_first_embedding": {str(not zeroed).lower()} in the target\'s config.json'
-        return [Reading(name, advice, _with_other_first_embedding)]
+        return [Reading(name, advice, {"zero_first_embedding": not zeroed})]
+
+    def reread(self, **changes: Any) -> Self:
+        other = twin(self)
+        other.mtp = replace(self.mtp, **changes)
+        return other
 
     # training
 
@@ -309,13 +314,6 @@ class MultiTokenPrediction(Drafter):
         said = key in self._target[0].config
         source = f"the target's config.json {key}" if said else "default, as in vLLM; ambiguous: others keep it"
         return Resolved("zeroed" if self.mtp.zero_first_embedding else "kept", source)
-
-
-def _with_other_first_embedding(drafter: Drafter) -> Drafter:
-    other = twin(drafter)
-    assert isinstance(other, MultiTokenPrediction)
-    other.mtp = replace(other.mtp, zero_first_embedding=not other.mtp.zero_first_embedding)
-    return other
 
 
 def _prefix(weights: dict[str, Weight]) -> str:

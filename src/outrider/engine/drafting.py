@@ -53,7 +53,7 @@ class Drafting:
     @property
     def remembers(self) -> bool:
         """Whether there is a drafter that must see all of a text."""
-        return self.drafter is not None and not self.drafter.from_text
+        return self.drafter is not None and not self.drafter.reads_tokens_only
 
     def depth(self, requests: Sequence[Request]) -> int:
         """How many tokens to draft: as many as the request that wants most, and as are worth it. A prediction is always
@@ -124,7 +124,7 @@ class Drafting:
         self._cache.keep_taps(step, hidden, verdict)
         predictions = any(prediction is not None for prediction in step.predictions)
         drafter = self.predicting if predictions else self.drafter
-        if drafter is None or (drafter.from_text and drafter.ranks is not None and drafter.ranks.rank):
+        if drafter is None or (drafter.reads_tokens_only and drafter.ranks is not None and drafter.ranks.rank):
             return None  # a text is looked into by one rank
         draft = drafter.propose(step, hidden, verdict)
         _check_form(draft, len(step.batch.slots), drafter)

@@ -14,6 +14,7 @@ from outrider.drafters.base import Drafter
 from outrider.engine.cache import NUM_MISSABLE, CacheShape, bytes_per_page, bytes_per_slot, bytes_per_snapshot
 from outrider.layers.cached import RecurrentLayer, cached_layers, recurrent_layers
 from outrider.layers.linear import Linear
+from outrider.layers.moe import Experts
 from outrider.models.base import Target
 
 CACHE_SHARE = 0.5  # of the memory that is free after the weights, on a CPU that others use too
@@ -51,7 +52,7 @@ class Budget:
 
     @property
     def num_tokens(self) -> int:
-        """That the cache can hold, of all requests together."""
+        """Tokens that the cache can hold, of all requests together."""
         return (self.num_pages - 1) * self.page_size
 
     def rows(self) -> dict[str, str]:
@@ -106,7 +107,13 @@ class Demand:
         layers = [module for model in self.models for module in model.modules() if isinstance(module, Linear)]
         widest = max((layer.weight.shape[0] for layer in layers), default=0)
         activations = num_rows * (HIDDEN_COPIES * self.hidden_size + 2 * widest) * self.itemsize
+        activations += self._widened_bytes()
         return activations + num_judged * self.vocab_size * (self.itemsize + 4 * LOGIT_COPIES)
+
+    def _widened_bytes(self) -> int:
+        """Experts in few bits are widened for many rows, a layer at a time."""
+        layers = [module for model in self.models for module in model.modules() if isinstance(module, Experts)]
+        return max((sum(p.numel() for p in layer.packed) * self.itemsize for layer in layers), default=0)
 
 
 def parameter_bytes(*modules: nn.Module | None) -> int:
@@ -208,7 +215,7 @@ def _left_on_gpu(config: EngineConfig, demand: Demand, weight_bytes: int) -> int
 
 
 def free_bytes() -> int:
-    """Of the CPU's memory."""
+    """Bytes of the CPU's memory that are free."""
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:

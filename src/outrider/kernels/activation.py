@@ -1,6 +1,7 @@
 """Activations: act(gate) * up, with gate and up side by side in one tensor, and the squared ReLU that has no gate."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -51,26 +52,29 @@ def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + (-x).exp()) if use_native(x) else torch.sigmoid(x)
 
 
-def clamped_silu_mul(limit: float) -> Activation:
+@dataclass(frozen=True)
+class ClampedSilu:
     """min(silu(gate), limit) * up within +-limit."""
 
-    def activate(gate_up: Tensor) -> Tensor:
+    limit: float
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         swish = gate * sigmoid(gate) if use_native(gate) else F.silu(gate)
-        return swish.clamp(max=limit) * up.clamp(-limit, limit)
-
-    return activate
+        return swish.clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
 
 
-def clamped_swish_mul(alpha: float, limit: float) -> Activation:
+@dataclass(frozen=True)
+class ClampedSwish:
     """swish(gate) * (up + 1), where swish(g) is g * sigmoid(alpha g): gate up to the limit, up within +-limit."""
 
-    def activate(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * sigmoid(alpha * gate) * (up + 1)
+    alpha: float
+    limit: float
 
-    return activate
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * sigmoid(self.alpha * gate) * (up + 1)
 
 
 def relu2(x: Tensor) -> Tensor:

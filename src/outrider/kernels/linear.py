@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels import native
-from outrider.kernels.activation import silu_mul
+from outrider.kernels.activation import Activation, silu_mul
 from outrider.kernels.dispatch import use_native, use_triton
+from outrider.kernels.norm import Normed
 from outrider.kernels.packed import Packed
 from outrider.kernels.quantised import Quantised
 
@@ -22,7 +23,7 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Normed,
     weight: Tensor,
     bias: Tensor | None = None,
     packed: Packed | Quantised | None = None,
@@ -31,9 +32,14 @@ def linear(
     exact: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, in], weight [out, in], bias [out] -> [T, out], plus residual [T, out]; `packed` is the same weight in a
-    smaller form. `exact`: on a GPU too, a row's bits do not depend on how many others there are. `out`: where to put
-    the result."""
+    """x [T, in], weight [out, in], bias [out] -> [T, out], plus residual [T, out]; rows may be normed on the way;
+    `packed` is the same weight in a smaller form. `exact`: on a GPU too, a row's bits do not depend on how many others
+    there are. `out`: where to put the result."""
+    if isinstance(x, Normed):
+        y = _normed_linear(x, weight, bias, packed, None, out) if residual is None and not exact else None
+        if y is not None:
+            return y
+        x = x.tensor()
     if isinstance(packed, Quantised):
         if _is_widened(x, exact):
             return linear(x, packed.dense(x.dtype), bias, residual=residual, exact=exact, out=out)
@@ -55,6 +61,42 @@ def linear(
     if residual is not None:
         y = residual + y
     return y if out is None else out.copy_(y)
+
+
+def gated_linear(
+    x: Tensor | Normed,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    packed: Packed | Quantised | None = None,
+    activation: Activation = silu_mul,
+    *,
+    exact: bool = False,
+) -> Tensor:
+    """What the activation makes of gate and up, the halves of x W^T + b: weight [2 I, in] -> [T, I]. Rows may be normed
+    on the way."""
+    if isinstance(x, Normed):
+        y = _normed_linear(x, weight, bias, packed, activation, None) if not exact else None
+        if y is not None:
+            return y
+        x = x.tensor()
+    if activation is silu_mul:
+        return silu_linear(x, weight, bias, packed, exact=exact)
+    return activation(linear(x, weight, bias, packed, exact=exact))
+
+
+def _normed_linear(
+    x: Normed,
+    weight: Tensor,
+    bias: Tensor | None,
+    packed: Packed | Quantised | None,
+    activation: Activation | None,
+    out: Tensor | None,
+) -> Tensor | None:
+    """In one launch, where that is worth it."""
+    from outrider.kernels.gpu import normed
+
+    form = packed if isinstance(packed, Quantised) else weight
+    return normed.linear(x, form, bias, activation, out=out) if normed.is_for(x, form, activation) else None
 
 
 def silu_linear(

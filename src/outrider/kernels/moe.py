@@ -10,18 +10,32 @@ from outrider.kernels import native_experts
 from outrider.kernels.activation import Activation, gelu_tanh_mul, silu_mul
 from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.linear import linear
+from outrider.kernels.norm import Normed, materialised
+from outrider.kernels.quantised import QuantisedStack
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    up: Tensor  # [E, I or 2 I, H]; gate and up one below the other where there is a gate
-    down: Tensor  # [E, H, I]
+    up: Tensor | QuantisedStack  # [E, I or 2 I, H]; gate and up one below the other where there is a gate
+    down: Tensor | QuantisedStack  # [E, H, I]
     up_bias: Tensor | None = None  # [E, I or 2 I]
     down_bias: Tensor | None = None  # [E, H]
+
+    def dense(self, dtype: torch.dtype) -> "ExpertWeights":
+        """What they stand for: as they are, or widened."""
+        up, down = (each if isinstance(each, Tensor) else each.dense(dtype) for each in (self.up, self.down))
+        return ExpertWeights(up, down, self.up_bias, self.down_bias)
+
+    def fit(self, dtype: torch.dtype) -> bool:
+        """Whether kernels can compute with them in this type."""
+        return all(not isinstance(each, Tensor) or each.dtype == dtype for each in (self.up, self.down))
 
 
 def experts_reference(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
     """Expert after expert, each over the rows that chose it."""
+    weights = weights.dense(x.dtype)
+    assert isinstance(weights.up, Tensor)
+    assert isinstance(weights.down, Tensor)
     answers = x.new_zeros(*ids.shape, weights.down.shape[1])  # [T, k, H]
     for expert in ids.unique().tolist():
         row, place = (ids == expert).nonzero(as_tuple=True)
@@ -37,20 +51,33 @@ def experts_reference(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWei
 
 
 def experts(
-    x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, activation: Activation, *, exact: bool = False
+    x: Tensor | Normed,
+    ids: Tensor,
+    shares: Tensor,
+    weights: ExpertWeights,
+    activation: Activation,
+    *,
+    residual: Tensor | None = None,
+    exact: bool = False,
 ) -> Tensor:
-    """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H]. `exact`: on a GPU too, a
-    row's bits do not depend on how many others there are."""
-    if use_triton(x) and x.dtype == weights.up.dtype:
+    """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H], plus the residual [T, H].
+    `exact`: on a GPU too, a row's bits do not depend on how many others there are."""
+    rows = x.x if isinstance(x, Normed) else x
+    if use_triton(rows) and weights.fit(rows.dtype):
         from outrider.kernels.gpu import few_experts, moe
 
         if not exact and few_experts.is_for(*ids.shape):
-            return few_experts.experts(x, ids, shares, weights, activation)
-        return moe.experts(x, ids, shares, weights, activation)
-    if use_native(x) and activation in (silu_mul, gelu_tanh_mul):
-        matrices, biases = (weights.up, weights.down), (weights.up_bias, weights.down_bias)
-        return native_experts.experts(x, ids, shares, matrices, biases, gelu=activation is gelu_tanh_mul)
-    return experts_reference(x, ids, shares, weights, activation)
+            return few_experts.experts(x, ids, shares, weights, activation, residual)
+        answer = moe.experts(materialised(x), ids, shares, weights, activation, exact=exact)
+    elif isinstance(x, Tensor) and use_native(x) and activation in (silu_mul, gelu_tanh_mul):
+        dense = weights.dense(x.dtype)
+        assert isinstance(dense.up, Tensor)
+        assert isinstance(dense.down, Tensor)
+        matrices, biases = (dense.up, dense.down), (weights.up_bias, weights.down_bias)
+        answer = native_experts.experts(x, ids, shares, matrices, biases, gelu=activation is gelu_tanh_mul)
+    else:
+        answer = experts_reference(materialised(x), ids, shares, weights, activation)
+    return answer if residual is None else residual + answer
 
 
 def softmax_top(logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:

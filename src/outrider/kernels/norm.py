@@ -1,5 +1,9 @@
 """Root-mean-square norm, computed in float32."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -29,3 +33,24 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.
 
         return gpu.rms_norm(x, weight, eps, offset=offset, wide=wide)
     return rms_norm_reference(x, weight, eps, offset=offset, wide=wide)
+
+
+@dataclass(frozen=True)
+class Normed:
+    """Rows that whoever multiplies with them first norms on the way: a launch less."""
+
+    x: Tensor  # [T, H]
+    weight: Tensor  # [H]
+    eps: float
+    offset: float
+    wide: bool
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def tensor(self) -> Tensor:
+        return rms_norm(self.x, self.weight, self.eps, offset=self.offset, wide=self.wide)
+
+
+def materialised(x: Tensor | Normed) -> Tensor:
+    return x.tensor() if isinstance(x, Normed) else x

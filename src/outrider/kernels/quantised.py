@@ -16,6 +16,7 @@ RUN = 128  # numbers whose words lie together, at most
 MIN_PART = 16  # numbers that a tensor core takes at once
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_MAX = 448.0
+FP4_GROUP = 32
 GROUPS = (128, 64, 32)  # numbers that share a scale, where that is ours to choose: the first that divides a row
 
 
@@ -47,7 +48,8 @@ class Quantised:
 
     kind: Kind
     data: Tensor  # [N, W] int16: see pack_words()
-    scale: Tensor  # [G, N] float32, each for `group` numbers of a row; four bytes can be copied without waiting
+    scale: Tensor  # [G, N] float32, each for `group` numbers of a row; four bytes can be copied without waiting. Or
+    # [ceil(G / 4), N] int32: scales that are powers of two, four exponents a word (pack_exponents)
     num_columns: int  # K
     group: int
     offset: Tensor | None = None  # like scale
@@ -64,6 +66,15 @@ class Quantised:
         tensors = (self.data, self.scale, self.offset, self.order)
         return sum(each.numel() * each.element_size() for each in tensors if each is not None)
 
+    @property
+    def has_exponents(self) -> bool:
+        return self.scale.dtype == torch.int32
+
+    def rows(self, chosen: Tensor) -> Quantised:
+        """Some of its rows, in this order."""
+        offset = None if self.offset is None else self.offset[:, chosen]
+        return replace(self, data=self.data[chosen], scale=self.scale[:, chosen].contiguous(), offset=offset)
+
     def rows_from(self, first: int) -> Quantised:
         """Without the first rows."""
         offset = None if self.offset is None else self.offset[:, first:]
@@ -78,10 +89,30 @@ class Quantised:
         return dense_reference(self, dtype)
 
 
+@dataclass(frozen=True)
+class QuantisedStack:
+    """[E, N, K]: as many matrices of one kind, kept one below the other."""
+
+    matrix: Quantised  # [E * N, K]
+    num_matrices: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.num_matrices, len(self.matrix.data) // self.num_matrices, self.matrix.num_columns
+
+    @property
+    def num_bytes(self) -> int:
+        return self.matrix.num_bytes
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[E, N, K]"""
+        return self.matrix.dense(dtype).view(self.shape)
+
+
 def dense_reference(weight: Quantised, dtype: torch.dtype) -> Tensor:
     numbers = _NUMBERS[weight.kind](unpack_words(weight.data, weight.kind.num_parts, weight.part))
     group = torch.arange(weight.num_columns, device=numbers.device) // weight.group
-    values = numbers[:, : weight.num_columns] * weight.scale.float().T[:, group]
+    values = numbers[:, : weight.num_columns] * scales(weight).T[:, group]
     if weight.offset is not None:
         values += weight.offset.float().T[:, group]
     if weight.order is not None:
@@ -122,6 +153,21 @@ def unpack_words(words: Tensor, num_parts: int, part: int) -> Tensor:
     return torch.stack(parts, -2).flatten(-3).to(torch.uint8)
 
 
+def pack_exponents(exponents: Tensor) -> Tensor:
+    """[N, G] bytes that stand for 2 ** (byte - 127) -> [ceil(G / 4), N] int32."""
+    bytes_ = torch.nn.functional.pad(exponents, (0, -exponents.shape[1] % 4)).contiguous()
+    return bytes_.view(torch.int32).T.contiguous()
+
+
+def scales(weight: Quantised) -> Tensor:
+    """[G, N] float32, or a few more than there are groups."""
+    if not weight.has_exponents:
+        return weight.scale.float()
+    places = torch.arange(0, 32, 8, dtype=torch.int32, device=weight.scale.device)
+    bytes_ = (weight.scale[:, None] >> places[:, None] & 255).flatten(0, 1).to(torch.uint8)
+    return bytes_.view(torch.float8_e8m0fnu).float()
+
+
 def part_for(num_columns: int, group: int, kind: Kind) -> int | None:
     """How many numbers lie side by side: as many as can be, where scales change only between parts. None: there is no
     such form."""
@@ -145,14 +191,16 @@ def is_packable(num_columns: int, group: int, kind: Kind) -> bool:
 def pack_numbers(
     kind: Kind, numbers: Tensor, scale: Tensor, offset: Tensor | None = None, order: Tensor | None = None
 ) -> Quantised:
-    """numbers [N, K] uint8, one a byte; scale and offset [N, G]. is_packable() says whether there is such a form."""
+    """numbers [N, K] uint8, one a byte; scale and offset [N, G], scales in bytes being exponents (of groups of 32).
+    is_packable() says whether there is such a form."""
     num_columns = numbers.shape[1]
     group = num_columns // scale.shape[1]
     part = part_for(num_columns, group, kind)
     assert part is not None, (num_columns, group, kind)
     data = pack_words(numbers, kind.num_parts, part)
     offset = None if offset is None else offset.float().T.contiguous()
-    return Quantised(kind, data, scale.float().T.contiguous(), num_columns, group, offset, order)
+    packed = pack_exponents(scale) if scale.dtype == torch.uint8 else scale.float().T.contiguous()
+    return Quantised(kind, data, packed, num_columns, group, offset, order)
 
 
 def joined(parts: Sequence[Quantised]) -> Quantised | None:
@@ -160,6 +208,7 @@ def joined(parts: Sequence[Quantised]) -> Quantised | None:
     first = parts[0]
     for part in parts[1:]:
         same = part.kind is first.kind and part.num_columns == first.num_columns and part.group == first.group
+        same = same and part.scale.dtype == first.scale.dtype
         same = (
             same and (part.offset is None) == (first.offset is None) and (part.order is None) == (first.order is None)
         )
@@ -177,8 +226,14 @@ def joined(parts: Sequence[Quantised]) -> Quantised | None:
 
 
 def quantise(weight: Tensor, kind: Kind) -> Quantised | None:
-    """The nearest numbers to a dense matrix [N, K]: in 4 bits with a scale for each group, in 8 one for each row. None
-    where it has no such form."""
+    """The nearest numbers to a dense matrix [N, K]: in 4 bits with a scale for each group, in 8 one for each row; fp4
+    as MXFP4 has it. A stack [E, N, K]: one below the other. None where it has no such form."""
+    if weight.dim() == 3:
+        parts = [quantise(each, kind) for each in weight]  # one by one, for it takes several times the memory
+        found = [part for part in parts if part is not None]
+        return joined(found) if found else None
+    if kind is Kind.FP4:
+        return _quantise_fp4(weight)
     num_rows, num_columns = weight.shape
     sizes = GROUPS if kind.num_bits == 4 else (num_columns,)
     group = next((size for size in sizes if is_packable(num_columns, size, kind)), None)
@@ -192,3 +247,17 @@ def quantise(weight: Tensor, kind: Kind) -> Quantised | None:
     if kind is Kind.FP8:
         return pack_numbers(kind, steps.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8), scale)
     return pack_numbers(kind, (steps.round().clamp(-8, 7) + 8).to(torch.uint8), scale)
+
+
+def _quantise_fp4(weight: Tensor) -> Quantised | None:
+    """In groups of 32, whose scales are powers of two: the smallest that leave the largest number within reach."""
+    num_rows, num_columns = weight.shape
+    if not is_packable(num_columns, FP4_GROUP, Kind.FP4):
+        return None
+    values = weight.float().view(num_rows, -1, FP4_GROUP)
+    most = values.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    exponent = (most / FP4_VALUES[-1]).log2().ceil().clamp(-126, 127)
+    steps = values / exponent.exp2()[..., None]
+    middles = torch.tensor(FP4_VALUES, device=weight.device).unfold(0, 2, 1).mean(-1)
+    numbers = torch.bucketize(steps.abs().contiguous(), middles) + 8 * (steps < 0)
+    return pack_numbers(Kind.FP4, numbers.view(num_rows, num_columns).to(torch.uint8), (exponent + 127).to(torch.uint8))

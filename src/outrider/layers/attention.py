@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from outrider.kernels.attention import AttentionOptions, paged_attention
 from outrider.kernels.linear import linear
+from outrider.kernels.norm import Normed
 from outrider.kernels.rope import HeadNorms, rope_write, rotate
 from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
@@ -26,7 +27,7 @@ class AttentionShape:
     window: int = 0
     scale: float | None = None  # None: head_dim ** -0.5
     softcap: float = 0.0
-    both_ways: bool = False  # within an image a row sees what comes after it too
+    bidirectional: bool = False  # within an image a row sees what comes after it too
     qkv_bias: bool = False
     output_bias: bool = False
     head_norm_eps: float | None = None  # RMSNorm of every query and key head
@@ -48,7 +49,7 @@ class AttentionShape:
     @property
     def is_plain(self) -> bool:
         """Whether the fused native block can compute it."""
-        return not (self.softcap or self.both_ways or self.sinks)
+        return not (self.softcap or self.bidirectional or self.sinks)
 
 
 class SelfAttention(CachedLayer):
@@ -64,7 +65,7 @@ class SelfAttention(CachedLayer):
         self.rotary = rotary
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         self.options = AttentionOptions(
-            scale=scale, window=shape.window, softcap=shape.softcap, both_ways=shape.both_ways
+            scale=scale, window=shape.window, softcap=shape.softcap, bidirectional=shape.bidirectional
         )
         queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
         self.qkv = Linear(shape.input_size or shape.hidden_size, queries + keys + keys, bias=shape.qkv_bias)
@@ -76,7 +77,7 @@ class SelfAttention(CachedLayer):
         if self.sinks is not None:
             cut(self.sinks, 0, heads)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor | Normed) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, in] -> q [T, heads, D], k and v [T, kv heads, D]; q and k are normed later."""
         shape = self.shape
         qkv = self.qkv(x).view(len(x), -1, shape.head_dim)
@@ -90,18 +91,20 @@ class SelfAttention(CachedLayer):
             return None
         return HeadNorms(q.weight, k.weight, q.eps, q.offset, q.wide)
 
-    def finish(self, attended: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def finish(self, attended: Tensor, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
         """attended [T, heads, D] and the layer's input [T, in] -> [T, H], added to the residual if there is one."""
         return self.output(attended.flatten(1), residual)
 
-    def forward(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | Normed, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, H], added to the residual if there is one."""
         q, k, v = self.project(x)
         if batch.attending is not None:
             q, k = (each.to(v.dtype) for each in self._turned(q, k, batch))
             return self.finish(batch.attending.attend(self, q, k, v, self.options.scale), x, residual)
         assert self.pages is not None, "the layer has no cache memory yet"
-        q = rope_write(q, k, v, self.rotary(batch), self.pages, batch.write_locations, self.head_norms)
+        q = rope_write(
+            q, k, v, self.rotary(batch), self.pages, batch.write_locations, self.head_norms, scales=self.options.scales
+        )
         return self.finish(paged_attention(q, self.pages, batch, self.options, self.sinks), x, residual)
 
     def remember(self, x: Tensor, batch: Batch) -> None:
@@ -118,7 +121,10 @@ class SelfAttention(CachedLayer):
             batch.attending.remember(self, rotate(k.float(), *self.rotary(batch)).to(v.dtype), v)
             return
         assert self.pages is not None, "the layer has no cache memory yet"
-        rope_write(k, k, v, self.rotary(batch), self.pages, batch.write_locations)  # there are no queries
+        scales = self.options.scales
+        rope_write(
+            k, k, v, self.rotary(batch), self.pages, batch.write_locations, scales=scales
+        )  # there are no queries
 
     def _turned(self, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Normed and turned by their positions, with gradients."""

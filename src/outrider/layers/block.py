@@ -4,9 +4,11 @@ from torch import Tensor, nn
 
 from outrider.kernels.block import NativeBlock
 from outrider.kernels.dispatch import use_native
+from outrider.kernels.norm import Normed
 from outrider.layers.attention import SelfAttention
 from outrider.layers.fused import BlockParts, Fusable, block_parts, native_block
 from outrider.layers.mlp import GatedMLP
+from outrider.layers.moe import MixtureMLP
 from outrider.layers.norm import RMSNorm
 from outrider.types import Batch, Weight
 
@@ -25,14 +27,14 @@ class Block(Fusable):
     def parts(self) -> BlockParts | None:
         return None  # its input is given
 
-    def run(self, residual: Tensor, inputs: Tensor, batch: Batch) -> Tensor:
+    def run(self, residual: Tensor, inputs: Tensor | Normed, batch: Batch) -> Tensor:
         """residual [T, H], inputs [T, in] -> [T, H], always a new tensor."""
-        if use_native(residual) and batch.attending is None and self.has_native():
+        if use_native(residual) and isinstance(inputs, Tensor) and batch.attending is None and self.has_native():
             assert self._native is not None
             return self._native(residual, inputs, batch, self.attention.rotary(batch))
         x = self.attention(inputs, batch, residual)
-        if isinstance(self.mlp, GatedMLP):
-            return self.mlp(self.mlp_norm(x), x)
+        if isinstance(self.mlp, GatedMLP | MixtureMLP):
+            return self.mlp(self.mlp_norm.on_the_way(x), x)
         return x + self.mlp(self.mlp_norm(x))
 
     def has_native(self) -> bool:
@@ -57,7 +59,7 @@ class DecoderBlock(Block):
         return block_parts(self.attention, self.mlp, self.mlp_norm, attention_norm=self.attention_norm)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.run(x, self.attention_norm(x), batch)
+        return self.run(x, self.attention_norm.on_the_way(x), batch)
 
 
 def block_weights(block: DecoderBlock, source: str) -> dict[str, Weight]:

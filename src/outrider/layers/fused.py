@@ -30,7 +30,7 @@ class BlockParts:
 
 
 def block_parts(attention: nn.Module, mlp: nn.Module, mlp_norm: RMSNorm, **norms: RMSNorm) -> BlockParts | None:
-    """None where something is in a block that is only computed step by step."""
+    """What the native call needs of a block; None where something in it is only computed step by step."""
     if type(attention) is not SelfAttention or type(mlp) is not GatedMLP:
         return None
     if not attention.shape.is_plain or mlp.activation not in (silu_mul, gelu_tanh_mul):

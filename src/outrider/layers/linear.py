@@ -7,7 +7,9 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from outrider.kernels.linear import linear, silu_linear
+from outrider.kernels.activation import Activation, silu_mul
+from outrider.kernels.linear import gated_linear, linear
+from outrider.kernels.norm import Normed
 from outrider.kernels.packed import Packed
 from outrider.kernels.quantised import Quantised
 from outrider.layers.split import Share, current_ranks, cut, whole
@@ -25,10 +27,9 @@ def deferred() -> Iterator[None]:
         _is_deferred.reset(token)
 
 
-def empty_matrix(num_rows: int, num_columns: int) -> nn.Parameter:
-    return nn.Parameter(
-        torch.empty(1, 1).expand(num_rows, num_columns) if _is_deferred.get() else torch.empty(num_rows, num_columns)
-    )
+def empty_matrix(*sizes: int) -> nn.Parameter:
+    """[N, K], or a stack of such [E, N, K]."""
+    return nn.Parameter(torch.empty([1] * len(sizes)).expand(sizes) if _is_deferred.get() else torch.empty(sizes))
 
 
 def give_memory(parameter: nn.Parameter) -> None:
@@ -59,17 +60,17 @@ class Linear(nn.Module):
         if self.bias is not None:
             cut(self.bias, 0, outputs)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out], added to the residual if there is one."""
         if self.ranks is not None:
             return self._summed(x, residual)
         return linear(x, self.weight, self.bias, self.packed, residual=residual, exact=self.exact)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """x [T, in] -> silu(first half) * second half of the output, [T, out / 2]."""
-        return silu_linear(x, self.weight, self.bias, self.packed, exact=self.exact)
+    def gated(self, x: Tensor | Normed, activation: Activation = silu_mul) -> Tensor:
+        """x [T, in] -> silu(first half) * second half of the output, or what else is made of them, [T, out / 2]."""
+        return gated_linear(x, self.weight, self.bias, self.packed, activation, exact=self.exact)
 
-    def _summed(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def _summed(self, x: Tensor | Normed, residual: Tensor | None) -> Tensor:
         assert self.ranks is not None
         y = self.ranks.sum(linear(x, self.weight, None, self.packed, exact=self.exact))
         if self.bias is not None:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from outrider.kernels.attention import AttentionOptions, paged_attention
 from outrider.kernels.head_linear import head_linear
+from outrider.kernels.norm import Normed
 from outrider.kernels.rope import rope_write
 from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
+from outrider.layers.moe import MixtureMLP
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.layers.split import cut, equal_share, whole
@@ -27,7 +29,7 @@ class LatentShape:
     hidden_size: int  # of the output
     num_heads: int
     latent_dim: int  # kv_lora_rank
-    plain_dim: int  # qk_nope_head_dim: the part of a head's query and key that knows no position
+    nope_dim: int  # qk_nope_head_dim: the part of a head's query and key that knows no position
     rotary_dim: int  # qk_rope_head_dim: the part that turns; its key is shared by all heads
     value_dim: int  # v_head_dim
     input_size: int | None = None  # where it differs from hidden_size
@@ -43,23 +45,23 @@ class LatentShape:
         missing = [key for key in (*keys, "v_head_dim") if config.get(key) is None]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
-        hidden_size, num_heads, latent_dim, plain_dim, rotary_dim = (config[key] for key in keys)
+        hidden_size, num_heads, latent_dim, nope_dim, rotary_dim = (config[key] for key in keys)
         return cls(
             hidden_size=hidden_size,
             num_heads=num_heads,
             latent_dim=latent_dim,
-            plain_dim=plain_dim,
+            nope_dim=nope_dim,
             rotary_dim=rotary_dim,
             value_dim=config["v_head_dim"],
             query_rank=config.get("q_lora_rank"),
-            scale=(plain_dim + rotary_dim) ** -0.5 * _stretch(rope_settings(config)) ** 2,
+            scale=(nope_dim + rotary_dim) ** -0.5 * _stretch(rope_settings(config)) ** 2,
             bias=bool(config.get("attention_bias", False)),
             interleaved=bool(config.get("rope_interleave", True)),
         )
 
     @property
     def query_width(self) -> int:
-        return self.num_heads * (self.plain_dim + self.rotary_dim)
+        return self.num_heads * (self.nope_dim + self.rotary_dim)
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -86,22 +88,22 @@ class LatentAttention(CachedLayer):
         super().__init__(Latent(shape.latent_dim + shape.rotary_dim, shape.latent_dim))
         self.shape, self.whole_shape = shape, whole_shape  # of this rank, of all together
         self.rotary = rotary
-        scale = (shape.plain_dim + shape.rotary_dim) ** -0.5 if shape.scale is None else shape.scale
+        scale = (shape.nope_dim + shape.rotary_dim) ** -0.5 if shape.scale is None else shape.scale
         self.options = AttentionOptions(scale=scale)
-        rank, width = shape.query_rank, heads * shape.plain_dim + heads * shape.rotary_dim
+        rank, width = shape.query_rank, heads * shape.nope_dim + heads * shape.rotary_dim
         # queries (or what they come from), latent, the key that turns
         rows = (width if rank is None else whole(rank)) + whole(shape.latent_dim) + whole(shape.rotary_dim)
         self.inputs = Linear(shape.input_size or shape.hidden_size, rows, bias=shape.bias)
         self.query_norm = RMSNorm(rank, INNER_EPS) if rank is not None else None
         self.query = Linear(rank, width) if rank is not None else None
         self.latent_norm = RMSNorm(shape.latent_dim, INNER_EPS)
-        self.key_up = nn.Parameter(torch.empty(shape.num_heads, shape.latent_dim, shape.plain_dim))
+        self.key_up = nn.Parameter(torch.empty(shape.num_heads, shape.latent_dim, shape.nope_dim))
         self.value_up = nn.Parameter(torch.empty(shape.num_heads, shape.value_dim, shape.latent_dim))
         self.output = Linear(heads * shape.value_dim, shape.hidden_size, bias=shape.bias)
         cut(self.key_up, 0, heads)
         cut(self.value_up, 0, heads)
 
-    def forward(self, x: Tensor, batch: Batch, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | Normed, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, H], added to the residual if there is one."""
         assert self.pages is not None, "the layer has no cache memory yet"
         shape, (keys, values), exact = self.shape, self.pages, self.options.exact
@@ -109,19 +111,18 @@ class LatentAttention(CachedLayer):
             [shape.query_rank or shape.query_width, shape.latent_dim, shape.rotary_dim], dim=-1
         )
         if self.query is not None and self.query_norm is not None:
-            query = self.query(self.query_norm(query))
-        plain, turning = (
+            query = self.query(self.query_norm.on_the_way(query))
+        plain, rope_part = (
             part.unflatten(1, (shape.num_heads, -1))
-            for part in query.split([shape.num_heads * shape.plain_dim, shape.num_heads * shape.rotary_dim], dim=-1)
+            for part in query.split([shape.num_heads * shape.nope_dim, shape.num_heads * shape.rotary_dim], dim=-1)
         )  # [T, heads, plain_dim] and [T, heads, rotary_dim]
-        latent = self.latent_norm(latent)
         # A page's row is the latent, which serves as the value, then the turned key: two writes into one row.
         places = (keys[..., shape.latent_dim :], values)
-        absorbed = x.new_empty(len(x), shape.num_heads, shape.latent_dim + shape.rotary_dim)
+        absorbed = plain.new_empty(len(x), shape.num_heads, shape.latent_dim + shape.rotary_dim)
         rope_write(
-            turning,
+            rope_part,
             key[:, None],
-            latent[:, None],
+            self.latent_norm.of_heads(latent[:, None]),
             self.rotary(batch),
             places,
             batch.write_locations,
@@ -143,13 +144,13 @@ class LatentBlock(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.run(x, self.attention_norm(x), batch)
+        return self.run(x, self.attention_norm.on_the_way(x), batch)
 
-    def run(self, residual: Tensor, inputs: Tensor, batch: Batch) -> Tensor:
+    def run(self, residual: Tensor, inputs: Tensor | Normed, batch: Batch) -> Tensor:
         """residual [T, H], inputs [T, in] -> [T, H]."""
         x = self.attention(inputs, batch, residual)
-        if isinstance(self.mlp, GatedMLP):
-            return self.mlp(self.mlp_norm(x), x)
+        if isinstance(self.mlp, GatedMLP | MixtureMLP):
+            return self.mlp(self.mlp_norm.on_the_way(x), x)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -161,9 +162,9 @@ def latent_weights(shape: LatentShape, source: str, name: str) -> dict[str, Weig
 
     def queries(rows: Tensor) -> Tensor:
         """[heads * (plain + rotary), in]: head by head -> all plain parts, then all that turn."""
-        heads = rows.unflatten(0, (shape.num_heads, shape.plain_dim + shape.rotary_dim))
-        plain, turning = heads.split([shape.plain_dim, shape.rotary_dim], dim=1)
-        return torch.cat([plain.flatten(0, 1), _halved(shape, turning).flatten(0, 1)])
+        heads = rows.unflatten(0, (shape.num_heads, shape.nope_dim + shape.rotary_dim))
+        plain, rope_part = heads.split([shape.nope_dim, shape.rotary_dim], dim=1)
+        return torch.cat([plain.flatten(0, 1), _halved(shape, rope_part).flatten(0, 1)])
 
     def latent_and_key(rows: Tensor) -> Tensor:
         latent, key = rows.split([shape.latent_dim, shape.rotary_dim])
@@ -206,7 +207,7 @@ def _halved(shape: LatentShape, rows: Tensor) -> Tensor:
 
 def _keys_and_values(shape: LatentShape, rows: Tensor) -> tuple[Tensor, Tensor]:
     """[heads * (plain + value), latent] -> [heads, plain, latent] and [heads, value, latent]."""
-    keys, values = rows.unflatten(0, (shape.num_heads, shape.plain_dim + shape.value_dim)).split(
-        [shape.plain_dim, shape.value_dim], dim=1
+    keys, values = rows.unflatten(0, (shape.num_heads, shape.nope_dim + shape.value_dim)).split(
+        [shape.nope_dim, shape.value_dim], dim=1
     )
     return keys, values

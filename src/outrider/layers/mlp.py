@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from outrider.kernels.activation import Activation, relu2, silu_mul
+from outrider.kernels.norm import Normed
 from outrider.layers.linear import Linear
 from outrider.layers.split import width_share
 
@@ -17,10 +18,9 @@ class GatedMLP(nn.Module):
         self.down = Linear(width, hidden_size, bias=bias)
         self.activation = activation
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H], added to the residual if there is one."""
-        inner = self.gate_up.gated(x) if self.activation is silu_mul else self.activation(self.gate_up(x))
-        return self.down(inner, residual)
+        return self.down(self.gate_up.gated(x, self.activation), residual)
 
 
 class PlainMLP(nn.Module):

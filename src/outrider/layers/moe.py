@@ -1,5 +1,6 @@
 """Mixtures of experts: routers that choose, experts that compute, and perhaps one that all rows go through."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,10 @@ from outrider.kernels.activation import Activation, sigmoid, silu_mul
 from outrider.kernels.dispatch import use_triton
 from outrider.kernels.linear import linear
 from outrider.kernels.moe import ExpertWeights, best_groups, experts, softmax_top
-from outrider.layers.linear import Linear
+from outrider.kernels.norm import Normed, materialised
+from outrider.kernels.quantised import Quantised, QuantisedStack, joined
+from outrider.layers.linear import Linear, empty_matrix
+from outrider.layers.mlp import GatedMLP
 from outrider.layers.split import current_ranks, cut, whole, width_share
 from outrider.types import Weight
 
@@ -42,8 +46,9 @@ class Experts(nn.Module):
         count, hidden = shape.num_experts, shape.hidden_size
         inner = width_share(shape.intermediate_size, "moe_intermediate_size")
         width, self.ranks = inner + inner if shape.gated else inner, current_ranks()
-        self.up = nn.Parameter(torch.empty(count, width.size, hidden))
-        self.down = nn.Parameter(torch.empty(count, hidden, inner.size))
+        self.up = empty_matrix(count, width.size, hidden)
+        self.down = empty_matrix(count, hidden, inner.size)
+        self.packed: dict[nn.Parameter, QuantisedStack] = {}  # what is kept in few bits
         self.up_bias = nn.Parameter(torch.empty(count, width.size)) if shape.bias else None
         self.down_bias = nn.Parameter(torch.empty(count, hidden)) if shape.bias else None
         self.exact = False
@@ -53,17 +58,29 @@ class Experts(nn.Module):
             cut(self.up_bias, 1, width)
             cut(self.down_bias, 0, whole(count), is_absent=self.ranks is not None and self.ranks.rank > 0)
 
-    def forward(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-        """x [T, H], ids and shares [T, k] -> [T, H]."""
-        weights = ExpertWeights(self.up, self.down, self.up_bias, self.down_bias)
-        answer = experts(x, ids, shares, weights, self.shape.activation, exact=self.exact)
-        return answer if self.ranks is None else self.ranks.sum(answer)
+    def keep(self, parameter: nn.Parameter, form: Quantised) -> None:
+        """Instead of the parameter's own numbers."""
+        self.packed[parameter] = QuantisedStack(form, self.shape.num_experts)
+
+    def forward(self, x: Tensor | Normed, ids: Tensor, shares: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [T, H], ids and shares [T, k] -> [T, H], added to the residual if there is one."""
+        up, down = self.packed.get(self.up, self.up), self.packed.get(self.down, self.down)
+        weights = ExpertWeights(up, down, self.up_bias, self.down_bias)
+        own = residual if self.ranks is None else None  # answers are summed first
+        answer = experts(x, ids, shares, weights, self.shape.activation, residual=own, exact=self.exact)
+        if self.ranks is None:
+            return answer
+        answer = self.ranks.sum(answer)
+        return answer if residual is None else residual + answer
 
 
-def router_logits(gate: Linear, x: Tensor) -> Tensor:
+def router_logits(gate: Linear, x: Tensor | Normed) -> Tensor:
     """In float32 whatever the model's precision: near ties decide which experts run."""
-    if x.dtype is torch.float32 or gate.packed is not None:
+    if gate.weight.dtype is torch.float32 or gate.packed is not None:
         return gate(x).float()
+    if isinstance(x, Normed):
+        out = torch.empty(len(x), len(gate.weight), dtype=torch.float32, device=gate.weight.device)
+        return linear(x, gate.weight, exact=gate.exact, out=out)
     if use_triton(x):  # sums are in float32 anyway: they are only not rounded
         from outrider.kernels.gpu import linear as gpu
 
@@ -82,7 +99,7 @@ class SoftmaxRouter(nn.Module):
         self.num_chosen = num_chosen
         self.renormalise = renormalise
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | Normed) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
         return softmax_top(self.gate(x), self.num_chosen, renormalise=self.renormalise)
 
@@ -116,7 +133,7 @@ class SigmoidRouter(nn.Module):
         self.gate = Linear(hidden_size, routing.num_experts)
         self.bias = nn.Parameter(torch.empty(routing.num_experts, dtype=torch.float32))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | Normed) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
         routing = self.routing
         scores = sigmoid(router_logits(self.gate, x))
@@ -140,9 +157,15 @@ class MixtureMLP(nn.Module):
         self.experts = routed
         self.shared = shared
 
-    def forward(self, x: Tensor) -> Tensor:
-        routed = self.experts(x, *self.router(x))
-        return routed if self.shared is None else routed + self.shared(x)
+    def forward(self, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
+        """x [T, H] -> [T, H], added to the residual if there is one."""
+        if self.experts.packed:  # which do not norm their rows
+            x = materialised(x)
+        if isinstance(self.shared, GatedMLP):
+            residual = self.shared(x, residual)
+        elif self.shared is not None:
+            residual = self.shared(x) if residual is None else residual + self.shared(x)
+        return self.experts(x, *self.router(x), residual)
 
 
 def share_read(module: nn.Module, num_rows: int) -> dict[nn.Parameter, float]:
@@ -167,4 +190,14 @@ def experts_by_number(shape: ExpertShape, source: str, name: str) -> dict[str, W
         rows = torch.stack(tensors)  # [E * parts, I, H]
         return rows.view(shape.num_experts, -1, rows.shape[-1])
 
-    return {f"{name}up": Weight(up, stack_up), f"{name}down": Weight(down, torch.stack)}
+    return {f"{name}up": Weight(up, stack_up, joined), f"{name}down": Weight(down, torch.stack, joined)}
+
+
+def rows_in_order(count: int, parts: list[Quantised], order: Callable[[Tensor], Tensor]) -> Quantised | None:
+    """Stacks of as many matrices, each matrix's rows (of all stacks, one below the other) put in the order that `order`
+    makes of their numbers."""
+    whole = joined(parts)
+    if whole is None:
+        return None
+    number = torch.arange(len(whole.data), device=whole.data.device).view(len(parts), count, -1)
+    return whole.rows(order(number.movedim(0, 1).flatten(1)).flatten())

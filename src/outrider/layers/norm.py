@@ -4,7 +4,17 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.dispatch import use_triton
-from outrider.kernels.norm import rms_norm
+from outrider.kernels.norm import Normed, rms_norm
+
+FEW_ROWS = 0  # that a product norms on the way (at most 8). 0: none, until it has been measured on a GPU
+
+
+def norm_on_the_way(model: nn.Module) -> None:
+    """Lets products norm their own rows, in a model that is filled and stays as it is: other bits, a launch less."""
+    with torch.inference_mode():
+        for module in model.modules():
+            if isinstance(module, RMSNorm) and use_triton(module.weight):
+                module.floats = module.weight.detach().float()  # four bytes can be copied without waiting
 
 
 class RMSNorm(nn.Module):
@@ -16,6 +26,25 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.offset = offset
         self.wide = wide or offset != 0.0
+        self.floats: Tensor | None = None  # the weight, where the next product may norm its rows itself
+
+    def on_the_way(self, x: Tensor) -> Tensor | Normed:
+        """x [T, H], normed, or to be normed by whoever multiplies with it first: for those who can do both."""
+        if self.floats is None or len(x) > FEW_ROWS or not use_triton(x):
+            return self(x)
+        return Normed(x, self.floats, self.eps, self.offset, self.wide)
+
+    def of_heads(self, x: Tensor) -> Normed:
+        """x [T, heads, D], to be normed where it is written to its pages."""
+        return Normed(x, self.weight, self.eps, self.offset, self.wide)
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x [T, H], normed, plus the residual."""
+        if use_triton(x):
+            from outrider.kernels.gpu import norm as gpu
+
+            return gpu.rms_norm(x, self.weight, self.eps, offset=self.offset, wide=self.wide, residual=residual)
+        return residual + self(x)
 
     def into(self, out: Tensor, x: Tensor) -> None:
         """x [T, H], normed, becomes part of wider rows: out [T, H]."""

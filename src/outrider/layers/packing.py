@@ -6,16 +6,19 @@ from torch import nn
 
 from outrider.kernels.dispatch import use_native
 from outrider.kernels.packed import Packed, pack
-from outrider.kernels.quantised import Kind, Quantised, quantise
+from outrider.kernels.quantised import Kind, Quantised, QuantisedStack, quantise
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear, take_memory
+from outrider.layers.moe import Experts
+
+Form = Packed | Quantised | QuantisedStack
 
 SMALL_MODEL = 64 * 2**20  # a model that stays in the cache gains nothing, and pays for the unpacking
 
 
 def packed_bytes(module: nn.Module) -> int:
     """What a pass reads of the weights: every parameter once, packed ones in their packed form."""
-    packed = {layer.weight: layer.packed for layer in module.modules() if isinstance(layer, Linear | Head)}
+    packed = read_forms(module)
     total = 0
     for parameter in module.parameters():
         form = packed.get(parameter)
@@ -23,10 +26,26 @@ def packed_bytes(module: nn.Module) -> int:
     return total
 
 
+def read_forms(module: nn.Module) -> dict[nn.Parameter, Form]:
+    """The smaller forms that a pass reads; an embedding is looked up."""
+    forms: dict[nn.Parameter, Form] = {}
+    for layer in packable(module):
+        if layer.packed is not None and not isinstance(layer, Embedding):
+            forms[layer.weight] = layer.packed
+    for routed in mixtures(module):
+        forms |= routed.packed
+    return forms
+
+
 def held_bytes(*modules: nn.Module) -> int:
     """What the weights take in memory, in all their forms; what modules share counts once."""
     parameters = {parameter for module in modules for parameter in module.parameters()}
-    forms = {layer.weight: layer.packed for module in modules for layer in packable(module)}
+    forms: dict[nn.Parameter, Form | None] = {
+        layer.weight: layer.packed for module in modules for layer in packable(module)
+    }
+    for module in modules:
+        for routed in mixtures(module):
+            forms |= routed.packed
     stored = {parameter.data_ptr(): parameter.untyped_storage().nbytes() for parameter in parameters}
     return sum(stored.values()) + sum(form.num_bytes for form in forms.values() if form is not None)
 
@@ -34,6 +53,11 @@ def held_bytes(*modules: nn.Module) -> int:
 def packable(module: nn.Module) -> list[Linear | Head | Embedding]:
     """Layers that can do with another form of their weight."""
     return [layer for layer in module.modules() if isinstance(layer, Linear | Head | Embedding)]
+
+
+def mixtures(module: nn.Module) -> list[Experts]:
+    """Experts, whose stacks can be kept in another form."""
+    return [layer for layer in module.modules() if isinstance(layer, Experts)]
 
 
 def gains_from_packing(module: nn.Module, min_bytes: int | None = None) -> bool:
@@ -49,6 +73,11 @@ def share_blocks(module: nn.Module, blocks: Mapping[nn.Parameter, Packed | Quant
         found = blocks.get(layer.weight)
         if found is not None and not (isinstance(layer, Embedding) and isinstance(found, Quantised)):
             layer.packed = found
+    for routed in mixtures(module):
+        for parameter in (routed.up, routed.down):
+            stack = blocks.get(parameter)
+            if isinstance(stack, Quantised):
+                routed.keep(parameter, stack)
 
 
 def round_matrices(module: nn.Module, kind: Kind) -> None:
@@ -59,6 +88,17 @@ def round_matrices(module: nn.Module, kind: Kind) -> None:
             layer.packed = quantise(layer.weight.detach(), kind)
             if layer.packed is not None:
                 take_memory(layer.weight)
+    round_experts(module, kind)
+
+
+def round_experts(module: nn.Module, kind: Kind) -> None:
+    """Those of a model that is filled; where one has no such form, it stays as it is."""
+    for routed in mixtures(module):
+        for parameter in {routed.up, routed.down} - set(routed.packed):
+            form = quantise(parameter.detach(), kind)
+            if form is not None:
+                routed.keep(parameter, form)
+                take_memory(parameter)
 
 
 def pack_weights(module: nn.Module, min_bytes: int | None = None) -> int:

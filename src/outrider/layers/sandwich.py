@@ -33,11 +33,13 @@ class SandwichBlock(Fusable):
 
     def feed(self, x: Tensor) -> Tensor:
         """The residual stream [T, H] -> what is normed and added to it."""
-        return self.mlp(self.mlp_norm(x))
+        return self.mlp(self.mlp_norm.on_the_way(x))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x = x + self.attended_norm(self.attention(self.attention_norm(x), batch))
-        return x + self.fed_norm(self.feed(x))
+        norm = self.attention_norm
+        inputs = norm.on_the_way(x) if isinstance(self.attention, SelfAttention) else norm(x)
+        x = self.attended_norm.added(self.attention(inputs, batch), x)
+        return self.fed_norm.added(self.feed(x), x)
 
 
 def sandwich_weights(block: SandwichBlock, source: str) -> dict[str, Weight]:

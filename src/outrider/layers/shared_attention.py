@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from outrider.kernels.attention import paged_attention
-from outrider.kernels.norm import rms_norm
+from outrider.kernels.norm import Normed, rms_norm
 from outrider.kernels.rope import rotate
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import attention_weights
@@ -30,7 +30,7 @@ class ValueNormAttention(SelfAttention):
             rows = (heads + key_share(shape.num_heads, shape.num_kv_heads)) * shape.head_dim
             self.qkv = Linear(shape.hidden_size, rows, bias=shape.qkv_bias)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor | Normed) -> tuple[Tensor, Tensor, Tensor]:
         heads = self.qkv(x).view(len(x), -1, self.shape.head_dim)
         q, *parts = heads.tensor_split([self.shape.num_heads, self.shape.num_heads + self.shape.num_kv_heads], dim=1)
         k, v = (parts[0], parts[0]) if self.values_are_keys else parts

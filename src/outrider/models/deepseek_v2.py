@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from outrider.kernels.moe import best_groups, softmax_top
+from outrider.kernels.norm import Normed
 from outrider.layers.block import mlp_weights
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
@@ -29,7 +30,7 @@ class GroupRouter(nn.Module):
         grouped = config.get("topk_method", "greedy") == "group_limited_greedy"
         self.num_groups, self.num_kept = expert_groups(config) if grouped else (1, 1)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | Normed) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
         logits = router_logits(self.gate, x)
         if self.num_kept < self.num_groups:

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.kernels.activation import clamped_swish_mul
+from outrider.kernels.activation import ClampedSwish
 from outrider.kernels.moe import softmax_top
+from outrider.kernels.norm import Normed
+from outrider.kernels.quantised import Quantised, joined
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import DecoderBlock
 from outrider.layers.linear import Linear
-from outrider.layers.moe import Experts, ExpertShape, MixtureMLP, check_choice
+from outrider.layers.moe import Experts, ExpertShape, MixtureMLP, check_choice, rows_in_order
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.base import of_layers, require, targets
@@ -39,7 +41,7 @@ class LogitRouter(nn.Module):
         self.gate = Linear(hidden_size, num_experts, bias=True)
         self.num_chosen = num_chosen
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | Normed) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
         return softmax_top(self.gate(x), self.num_chosen, renormalise=True)
 
@@ -73,7 +75,7 @@ class GptOss(Llama):
 
     def mixture(self, hidden_size: int) -> MixtureMLP:
         count, num_chosen, size = require(self.config, "num_local_experts", "num_experts_per_tok", "intermediate_size")
-        activation = clamped_swish_mul(self.config["swiglu_alpha"], self.config["swiglu_limit"])
+        activation = ClampedSwish(self.config["swiglu_alpha"], self.config["swiglu_limit"])
         shape = ExpertShape(count, hidden_size, size, bias=True, activation=activation)
         return MixtureMLP(LogitRouter(hidden_size, count, num_chosen), Experts(shape))
 
@@ -84,12 +86,16 @@ class GptOss(Llama):
             weights |= {
                 f"{name}router.gate.weight": Weight((f"{source}router.weight",)),
                 f"{name}router.gate.bias": Weight((f"{source}router.bias",)),
-                f"{name}experts.up": Weight((f"{source}experts.gate_up_proj",), _up),
+                f"{name}experts.up": Weight((f"{source}experts.gate_up_proj",), _up, self._up_in_few_bits),
                 f"{name}experts.up_bias": Weight((f"{source}experts.gate_up_proj_bias",), _up_bias),
-                f"{name}experts.down": Weight((f"{source}experts.down_proj",), _down),
+                f"{name}experts.down": Weight((f"{source}experts.down_proj",), _down, joined),
                 f"{name}experts.down_bias": Weight((f"{source}experts.down_proj_bias",)),
             }
         return weights
+
+    def _up_in_few_bits(self, parts: list[Quantised]) -> Quantised | None:
+        """MXFP4 has outputs first: [E * 2 I, H], gate and up alternating."""
+        return rows_in_order(self.config["num_local_experts"], parts, lambda rows: _up_bias([rows]))
 
 
 def _up(tensors: list[Tensor]) -> Tensor:

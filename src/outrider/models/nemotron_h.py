@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from outrider.kernels.activation import relu2
+from outrider.kernels.norm import Normed
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import attention_weights
 from outrider.layers.cached import CachedLayer, RecurrentLayer
@@ -54,7 +55,7 @@ class MixerBlock(nn.Module):
         normed = self.norm(x)
         if isinstance(self.mixer, CachedLayer | RecurrentLayer):
             return x + self.mixer(normed, batch)
-        return x + self.mixer(normed)
+        return self.mixer(normed, x) if isinstance(self.mixer, MixtureMLP) else x + self.mixer(normed)
 
 
 class LatentExperts(Experts):
@@ -65,8 +66,8 @@ class LatentExperts(Experts):
         self.enter = Linear(hidden_size, shape.hidden_size, bias=bias)
         self.leave = Linear(shape.hidden_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-        return self.leave(super().forward(self.enter(x), ids, shares))
+    def forward(self, x: Tensor | Normed, ids: Tensor, shares: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.leave(super().forward(self.enter(x), ids, shares), residual)
 
 
 @targets.register("NemotronHForCausalLM")

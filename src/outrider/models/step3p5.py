@@ -7,13 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.kernels.activation import Activation, clamped_silu_mul, sigmoid, silu_mul
+from outrider.kernels.activation import Activation, ClampedSilu, sigmoid, silu_mul
+from outrider.kernels.norm import Normed
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import DecoderBlock, block_weights, mlp_weights
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
-from outrider.layers.moe import Experts, ExpertShape, MixtureMLP, SigmoidRouter, SigmoidRouting, experts_by_number
+from outrider.layers.moe import (
+    Experts,
+    ExpertShape,
+    MixtureMLP,
+    SigmoidRouter,
+    SigmoidRouting,
+    experts_by_number,
+    rows_in_order,
+)
 from outrider.layers.mtp import MtpModule
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
@@ -52,7 +61,7 @@ class GatedAttention(SelfAttention):
         super().__init__(shape, rotary)
         self.gate = Linear(shape.hidden_size, self.heads)
 
-    def finish(self, attended: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def finish(self, attended: Tensor, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
         return super().finish(attended * sigmoid(self.gate(x))[..., None], x, residual)
 
 
@@ -131,7 +140,7 @@ class Step3p5(Target):
         """The config's limits are one list for routed experts, and one for all other MLPs."""
         limits = self.config.get(key) or []
         limit = limits[number] if number < len(limits) else None
-        return clamped_silu_mul(float(limit)) if limit else silu_mul
+        return ClampedSilu(float(limit)) if limit else silu_mul
 
     # ---- the network ----
 
@@ -197,7 +206,10 @@ class Step3p5(Target):
         if not self.experts_stacked:
             return weights | experts_by_number(mixture.experts.shape, f"{source}moe.experts.", "mlp.experts.")
         stacked = [f"{source}moe.{part}_proj.weight" for part in ("gate", "up", "down")]
-        weights["mlp.experts.up"] = Weight(tuple(stacked[:2]), _gate_over_up)
+        count = mixture.experts.shape.num_experts
+        weights["mlp.experts.up"] = Weight(
+            tuple(stacked[:2]), _gate_over_up, lambda parts: rows_in_order(count, parts, lambda rows: rows)
+        )
         weights["mlp.experts.down"] = Weight((stacked[2],))
         return weights
 

@@ -48,7 +48,7 @@ def _linear(
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     place = tl.arange(0, BLOCK_K)
     column_fits, row_fits = column < num_columns, row < num_rows
-    up_shift = num_columns.to(tl.int64) * inner
+    up_shift = tl.cast(num_columns, tl.int64) * inner
     if EARLY:  # the launch before this one may still be at work; its result is not needed for weights
         if EARLY == 1:
             tl.extra.cuda.gdc_launch_dependents()

@@ -10,12 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.activation import Activation, silu_mul
-from outrider.kernels.gpu import launch
+from outrider.kernels.activation import Activation
+from outrider.kernels.gpu import gates, launch, sliced_experts
+from outrider.kernels.gpu.gates import activated
+from outrider.kernels.gpu.sums import operand
 from outrider.kernels.moe import ExpertWeights
+from outrider.kernels.quantised import QuantisedStack
 
 MAX_GROUP_BLOCK = 4096  # pairs that a program of _group looks at together
 SUM_BLOCK = 1024
+WIDENED = 64  # rows of an expert on average: to widen experts in few bits first is faster
 
 
 @triton.jit
@@ -58,12 +62,12 @@ def _group(
 @triton.jit
 def _expert_linear(
     x, weight, bias, experts, pairs, out,
-    num_columns, inner, per_row, x_stride, expert_stride, weight_stride, bias_stride,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, IEEE: tl.constexpr,
+    num_columns, inner, per_row, x_stride, expert_stride, weight_stride, bias_stride, alpha, limit,
+    GATE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one tile's answer. Pair p reads row p // per_row of x and writes row p of the output.
-    GATED: the weight's rows are gates, then ups; the result is silu(gate) * up."""
+    GATED: the weight's rows are gates, then ups."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -79,7 +83,7 @@ def _expert_linear(
     column_fits = column < num_columns
     x_at = x + row[:, None] * x_stride + place[None, :]
     weight_at = weight + expert * expert_stride + column.to(tl.int64)[:, None] * weight_stride + place[None, :]
-    up_shift = num_columns.to(tl.int64) * weight_stride
+    up_shift = tl.cast(num_columns, tl.int64) * weight_stride
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     second = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
@@ -91,15 +95,13 @@ def _expert_linear(
         if GATED:
             u = tl.load(weight_at + up_shift + shift, mask=column_fits[:, None] & fits_k, other=0.0)
             second = tl.dot(a, u.T, second, input_precision=precision)
-    kind = out.dtype.element_ty
+    kind: tl.constexpr = out.dtype.element_ty
     if HAS_BIAS:
         bias_at = bias + expert * bias_stride + column
         total += tl.load(bias_at, mask=column_fits, other=0.0).to(tl.float32)[None, :]
         if GATED:
             second += tl.load(bias_at + num_columns, mask=column_fits, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        gate = total.to(kind).to(tl.float32)
-        total = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32) * second.to(kind).to(tl.float32)
+    total = activated(total, second, alpha, limit, GATE, kind)
     out_at = out + pair.to(tl.int64)[:, None] * num_columns + column[None, :]
     tl.store(out_at, total.to(kind), mask=exists[:, None] & column_fits[None, :])
 
@@ -132,12 +134,12 @@ class Tiles:
     block_m: int
 
 
-def group(ids: Tensor, num_experts: int) -> Tiles:
-    """ids [T, k] -> tiles, as many as could be needed whatever the ids are."""
+def group(ids: Tensor, num_experts: int, most_rows: int = 128) -> Tiles:
+    """ids [T, k] -> tiles, as many as could be needed whatever the ids are, of at most so many rows."""
     num_pairs = ids.numel()
     most = min(num_experts, num_pairs)  # experts that can have any
     block_m = 16
-    while block_m < 128 and block_m * most < num_pairs:
+    while block_m < most_rows and block_m * most < num_pairs:
         block_m *= 2
     num_tiles = num_pairs // block_m + most
     experts = torch.empty(num_tiles, dtype=torch.int32, device=ids.device)
@@ -151,10 +153,19 @@ def group(ids: Tensor, num_experts: int) -> Tiles:
 
 
 def expert_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, num_pairs: int, *, gated: bool = False
+    x: Tensor,
+    weight: Tensor | QuantisedStack,
+    bias: Tensor | None,
+    tiles: Tiles,
+    num_pairs: int,
+    activation: Activation | None = None,
 ) -> Tensor:
-    """x [T, in] or [T * k, in], weight [E, out, in] -> [T * k, out]; `gated`: [T * k, out / 2], silu(gate) * up."""
+    """x [T, in] or [T * k, in], weight [E, out, in] -> [T * k, out], or what the activation makes of it."""
+    if isinstance(weight, QuantisedStack):
+        return sliced_experts.in_tiles(x, tiles.experts, tiles.pairs, operand(weight), bias, num_pairs, activation)
     assert x.stride(1) == weight.stride(2) == 1
+    gate, alpha, limit = (gates.NONE, 1.0, 0.0) if activation is None else gates.gate_of(activation)
+    gated = gates.has_two(gate)
     num_columns, inner = weight.shape[1] // 2 if gated else weight.shape[1], weight.shape[2]
     out = x.new_empty(num_pairs, num_columns)
     wide = x.dtype == torch.float32
@@ -166,26 +177,30 @@ def expert_linear(
     _expert_linear[(triton.cdiv(num_columns, block_n), len(tiles.experts))](
         x, weight, out if bias is None else bias, tiles.experts, tiles.pairs, out, num_columns, inner,
         num_pairs // len(x), x.stride(0), weight.stride(0), weight.stride(1), 0 if bias is None else bias.stride(0),
-        GATED=gated, HAS_BIAS=bias is not None, EVEN=inner % block_k == 0, IEEE=wide,
+        alpha, limit, GATE=gate, GATED=gated, HAS_BIAS=bias is not None, EVEN=inner % block_k == 0, IEEE=wide,
         BLOCK_M=tiles.block_m, BLOCK_N=block_n, BLOCK_K=block_k, EARLY=early,
         num_warps=warps, num_stages=stages, **launch.options(early),
     )  # fmt: skip
-    return out
+    return activation(out) if activation is not None and gate == gates.NONE else out
 
 
-def experts(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
-    """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H]."""
+def experts(
+    x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, activation: Activation, *, exact: bool = False
+) -> Tensor:
+    """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H]. `exact`: experts in few bits
+    are never widened first, whose sums have another order."""
     num_rows, num_chosen = ids.shape
-    size = weights.down.shape[1]
+    num_experts, size, _ = weights.down.shape
     out = x.new_empty(num_rows, size)
     if not num_rows:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
     ids, shares = ids.contiguous(), shares.contiguous()
-    tiles = group(ids, len(weights.up))
-    gated = activation is silu_mul
-    inner = expert_linear(x, weights.up, weights.up_bias, tiles, ids.numel(), gated=gated)
-    inner = inner if gated else activation(inner)
+    if not exact and ids.numel() > WIDENED * num_experts:
+        weights = weights.dense(x.dtype)
+    is_dense = isinstance(weights.up, Tensor) and isinstance(weights.down, Tensor)
+    tiles = group(ids, num_experts) if is_dense else group(ids, num_experts, sliced_experts.MAX_TILE)
+    inner = expert_linear(x, weights.up, weights.up_bias, tiles, ids.numel(), activation)
     answers = expert_linear(inner, weights.down, weights.down_bias, tiles, ids.numel())
     block, early = min(triton.next_power_of_2(size), SUM_BLOCK), launch.early(x)
     _weigh[(num_rows, triton.cdiv(size, block))](

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.gpu import sliced
-from outrider.kernels.quantised import Quantised
+from outrider.kernels.quantised import Quantised, scales
 
 BLOCK = 1024  # words that a program widens
 
@@ -69,11 +69,12 @@ def _dense(
 
 def dense(weight: Quantised, dtype: torch.dtype) -> Tensor:
     num_rows, num_words = weight.data.shape
+    scale = scales(weight) if weight.has_exponents else weight.scale
     out = torch.empty(num_rows, weight.num_columns, dtype=dtype, device=weight.data.device)
     _dense[(num_rows, triton.cdiv(num_words, BLOCK))](
-        weight.data, weight.scale, weight.scale if weight.offset is None else weight.offset,
+        weight.data, scale, scale if weight.offset is None else weight.offset,
         weight.data if weight.order is None else weight.order, out, num_words, weight.num_columns,
-        weight.scale.stride(0), KIND=sliced.NUMBERS[weight.kind], PARTS=weight.kind.num_parts, PART=weight.part,
+        scale.stride(0), KIND=sliced.NUMBERS[weight.kind], PARTS=weight.kind.num_parts, PART=weight.part,
         GROUP=weight.group, HAS_OFFSET=weight.offset is not None, HAS_ORDER=weight.order is not None, BLOCK=BLOCK,
     )  # fmt: skip
     return out

@@ -201,7 +201,7 @@ def _linear(
     data_at = data + near.to(tl.int64)[None, :, None] * width + run[:, None, None] * PART + place[None, None, :]
     x_at = x + row.to(tl.int64)[None, None, :] * x_stride
     row_fits = (row < num_rows)[None, None, :]
-    up = num_columns.to(tl.int64) * width
+    up = tl.cast(num_columns, tl.int64) * width
     scale_at, offset_at = scale + near[None, :], offset + near[None, :]
     total = tl.zeros((SLICES, BLOCK_N, BLOCK_M), dtype=tl.float32)
     second = tl.zeros_like(total)
