@@ -338,9 +338,9 @@ def test_mistakes_are_named(arguments: list[str], message: str) -> None:
 
 def test_without_pillow(target_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture that was asked for is refused before anything is measured; else it is left out, and that is said."""
+    given = ("--model", target_path(), "--no-draft", "--concurrency", "1", *QUICK)  # transformers makes it, with PIL
     monkeypatch.setitem(sys.modules, "PIL", None)
     monkeypatch.chdir(tmp_path)
-    given = ("--model", target_path(), "--no-draft", "--concurrency", "1", *QUICK)
     result = CliRunner().invoke(app, ["bench", "traffic", *map(str, given), "--plot", "a.png"])
     assert result.exit_code == 2
     assert "a plot needs the extra vision, and PIL is not installed" in " ".join(result.output.split())
