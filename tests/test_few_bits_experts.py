@@ -52,7 +52,7 @@ def oracle(
         monkeypatch.setattr(Oracle, "taps", (0, 1))
         monkeypatch.setattr(Oracle, "skill", 1.0)
         settings = drafter_settings("oracle", tmp_path, target_path, "llama")
-        return {**settings, "num_speculative_tokens": 2, "adaptive": False}
+        return {**settings, "num_speculative_tokens": 5, "adaptive": False}
 
     return settings
 
