@@ -20,7 +20,7 @@ from outrider.types import Checkpoint, Draft, Hidden, Step, Verdict
 class Echo(Drafter):
     """What followed the newest token when it was last said; what followed that; and so on."""
 
-    from_text = True  # no layers, no checkpoint: it reads tokens alone
+    reads_tokens_only = True  # no layers, no checkpoint: it reads tokens alone
 
     def __init__(self, lookahead: int) -> None:
         super().__init__()

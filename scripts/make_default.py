@@ -1,6 +1,6 @@
-"""Makes Outrider's embedded default, a tiny target and its EAGLE-3 drafter, stage by stage.
+"""Makes Outrider's embedded default, a tiny target and its drafters, stage by stage.
 
-Stages: text (a teacher writes), clean, tokenizer, target, drafter, measure. scripts/README.md gives the commands.
+Stages: text (a teacher writes), clean, tokenizer, target, drafters, measure. scripts/README.md gives the commands.
 """
 
 import argparse
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from default_model.corpus import TextOptions, clean_text, make_text
-from default_model.drafter import DrafterOptions, make_drafter
+from default_model.drafters import DraftersOptions, make_drafters
 from default_model.measure import measure
 from default_model.target import TrainOptions, make_target
 from default_model.vocabulary import make_tokenizer
@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_data(stages.add_parser("clean", help="keep the good answers"))
     _add_data(stages.add_parser("tokenizer", help="train the byte-level BPE on the text"))
     _add_target(stages.add_parser("target", help="train the tiny target"))
-    _add_drafter(stages.add_parser("drafter", help="let the target write, then train the drafter on that"))
+    _add_drafters(stages.add_parser("drafters", help="let the target write, and `outrider train` drafters on that"))
     _add_measure(stages.add_parser("measure", help="greedy speculative decoding of simple prompts, from the files"))
     return parser
 
@@ -58,16 +58,19 @@ def _add_target(stage: argparse.ArgumentParser) -> None:
     _add_training(stage, steps=3600, rate=3e-3, decay=0.1)
 
 
-def _add_drafter(stage: argparse.ArgumentParser) -> None:
-    _add_training(stage, steps=6500, rate=2e-3, decay=0.02)
-    stage.set_defaults(tokens_per_batch=32768)
-    stage.add_argument("--sequences", type=int, default=300_000, help="continuations the target writes")
-    stage.add_argument("--generation-limit-s", type=float, default=60)
-    stage.add_argument("--slots", type=int, default=8192)
-    stage.add_argument("--draft-vocabulary", type=int, default=4096)
-    stage.add_argument("--feed-forward", type=int, default=768)
-    stage.add_argument("--norm-output", action="store_true", help="feed back the normed state")
-    stage.add_argument("--resume", action="store_true", help="train the saved drafter further")
+def _add_drafters(stage: argparse.ArgumentParser) -> None:
+    _add_data(stage)
+    stage.add_argument("--processes", type=int, default=10, help="in which the target writes")
+    stage.add_argument("--prompts", type=int, default=12_000, help="of each process: more than it has time for")
+    stage.add_argument("--generate-minutes", type=float, default=0.7)
+    stage.add_argument(
+        "--minutes", type=float, nargs=2, default=(0.95, 0.6), help="of training with short and long rows"
+    )
+    stage.add_argument("--steps", type=int, help="train so many steps instead")
+    stage.add_argument("--row-len", type=int, nargs=2, default=(512, 2048))
+    stage.add_argument("--tokens-per-step", type=int, default=16384)
+    stage.add_argument("--methods", default="eagle3,p_eagle")
+    stage.add_argument("--out", type=Path, default=DEFAULT, help="where the drafters go")
 
 
 def _add_measure(stage: argparse.ArgumentParser) -> None:
@@ -103,20 +106,22 @@ def _text(arguments: argparse.Namespace) -> None:
     )
 
 
-def _drafter(arguments: argparse.Namespace) -> None:
-    make_drafter(
-        DrafterOptions(
+def _drafters(arguments: argparse.Namespace) -> None:
+    make_drafters(
+        DraftersOptions(
             data=arguments.data,
             target=arguments.target,
-            out=arguments.drafter,
-            train=_training(arguments),
-            num_sequences=arguments.sequences,
-            generation_limit_s=arguments.generation_limit_s,
-            num_slots=arguments.slots,
-            draft_vocab_size=arguments.draft_vocabulary,
-            feed_forward_size=arguments.feed_forward,
-            norm_output=arguments.norm_output,
-            resume=arguments.resume,
+            out=arguments.out,
+            device=arguments.device,
+            seed=arguments.seed,
+            processes=arguments.processes,
+            prompts=arguments.prompts,
+            generate_minutes=arguments.generate_minutes,
+            minutes=tuple(arguments.minutes),
+            max_steps=arguments.steps,
+            row_lens=tuple(arguments.row_len),
+            tokens_per_step=arguments.tokens_per_step,
+            methods=tuple(arguments.methods.split(",")),
         )
     )
 
@@ -133,10 +138,12 @@ def main() -> None:
         make_tokenizer(arguments.data, arguments.target)
     elif arguments.stage == "target":
         make_target(arguments.data, arguments.target, _training(arguments))
-    elif arguments.stage == "drafter":
-        _drafter(arguments)
+    elif arguments.stage == "drafters":
+        _drafters(arguments)
     else:
-        measure(arguments.target, arguments.drafter, arguments.drafts, arguments.max_new, arguments.check)
+        measure(
+            arguments.target, arguments.drafter, arguments.drafts, arguments.max_new, arguments.check, arguments.device
+        )
 
 
 if __name__ == "__main__":

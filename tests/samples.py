@@ -56,7 +56,7 @@ def drafter_settings(method: str, directory: Path, target: Callable[..., Path], 
 
 def suits(method: str, family: str) -> bool:
     """Whether there can be a drafter of this method for tiny targets of a family."""
-    return method not in drafters or drafters[method].suits(targets[tiny.FAMILIES[family].registered])
+    return method not in drafters or drafters[method].supports(targets[tiny.FAMILIES[family].registered])
 
 
 def sample_target(method: str, directory: Path, target: Callable[..., Path], family: str) -> Path:

@@ -31,7 +31,7 @@ from outrider.bench.peers import PeerOptions, open_peers, peers
 from outrider.bench.prompts import (
     WORKLOADS,
     PromptText,
-    Vocabulary,
+    PromptVocabulary,
     random_prompts,
     read_prompts,
     workload,
@@ -78,7 +78,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str, reason: st
 
 
 def test_a_model_without_a_tokenizer_gets_random_ids(target_path: Callable[..., Path]) -> None:
-    vocabulary = Vocabulary.of(target_path())
+    vocabulary = PromptVocabulary.of(target_path())
     assert vocabulary.size == tiny.VOCAB
     for name in WORKLOADS:
         prompts = workload(name, vocabulary)

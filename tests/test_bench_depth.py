@@ -11,7 +11,7 @@ from test_bench_round import SHAPE
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
-from outrider.certify.restless import Restless
+from outrider.certify.random_depth import RandomDepth
 from outrider.cli import app
 from outrider.config import SpeculativeConfig
 from outrider.engine.policy import Judged, Landed
@@ -50,7 +50,7 @@ def test_what_is_not_judged_comes_out_as_it_would_have_been_judged() -> None:
     settings = {"model": str(default_drafter()), "synthetic_acceptance_rates": list(RATES), "force": True}
     params = [SamplingParams(max_tokens=400, temperature=0, ignore_eos=True, seed=seed) for seed in range(6)]
     seen: list[Judged] = []
-    policy = Restless(5, followed=1.0)
+    policy = RandomDepth(5, followed=1.0)
     with (
         LLM(None, settings, device="cpu", max_num_seqs=6, max_model_len=512, watchdog=None) as llm,
         llm.engine.drafting_with(policy),

@@ -20,15 +20,15 @@ from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
 from outrider.bench.load.serve_client import Answered, Asking
-from outrider.bench.load.serve_load import Load, Outcome
-from outrider.bench.load.serve_metrics import Drafting
+from outrider.bench.load.serve_load import Load, LoadOutcome
+from outrider.bench.load.serve_metrics import DraftingFigures
 from outrider.bench.load.traffic import Level, LevelRuns, TrafficPlan, measure_levels, output_rate
 from outrider.bench.load.traffic_opening import engine_sides, random_sides, server_arguments
 from outrider.bench.load.traffic_plot import COLOURS
 from outrider.bench.load.traffic_prompts import traffic_prompts
 from outrider.bench.load.traffic_report import TrafficSetting, show_card, to_dict
 from outrider.bench.load.traffic_sides import Clients, EngineSide
-from outrider.bench.prompts import PromptText, Vocabulary
+from outrider.bench.prompts import PromptText, PromptVocabulary
 from outrider.cli import app
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.governor import Governor
@@ -107,7 +107,7 @@ def test_with_a_rate_requests_come_whether_or_not_others_have_ended() -> None:
 
 
 def test_requests_join_the_loop_of_the_engine(side: EngineSide) -> None:
-    prompts = traffic_prompts(Vocabulary(None, tiny.VOCAB), 9, 8)
+    prompts = traffic_prompts(PromptVocabulary(None, tiny.VOCAB), 9, 8)
     for clients in (1, 3):
         outcome = side.run(prompts, Load(9, 0, clients, None, 0))
         assert [each.number for each in outcome.answers] == list(range(9))
@@ -122,7 +122,7 @@ def test_requests_join_the_loop_of_the_engine(side: EngineSide) -> None:
 
 def test_time_begins_when_a_client_sends_and_not_when_the_engine_looks(side: EngineSide) -> None:
     """With a rate far beyond what it can do, a request that comes later waits for a step to end."""
-    prompts = traffic_prompts(Vocabulary(None, tiny.VOCAB), 4, 8)
+    prompts = traffic_prompts(PromptVocabulary(None, tiny.VOCAB), 4, 8)
     load = Load(4, 0, None, 1e5, 3)
     answers = side.run(prompts, load).answers
     begin = answers[0].sent
@@ -136,10 +136,10 @@ def test_sides_take_turns_at_every_level() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def run(self, prompts: Sequence[PromptText], load: Load) -> Outcome:
+        def run(self, prompts: Sequence[PromptText], load: Load) -> LoadOutcome:
             log.append((self.name, load.num_prompts, load.seed))
             answers = [Answered(n, 0.0, 0.1, 1.0, num_tokens=6) for n in range(load.num_prompts)]
-            return Outcome(answers, 1.0, ASKING, None)
+            return LoadOutcome(answers, 1.0, ASKING, None)
 
     notes: list[str] = []
     found = measure_levels([Told("a"), Told("b")], [], PLAN, notes.append)
@@ -152,8 +152,8 @@ def test_requests_that_fail_void_the_measurement() -> None:
     class Failing:
         name = "failing"
 
-        def run(self, prompts: Sequence[PromptText], load: Load) -> Outcome:
-            return Outcome([Answered(0, 0.0, error="HTTP 500")], 1.0, ASKING, None)
+        def run(self, prompts: Sequence[PromptText], load: Load) -> LoadOutcome:
+            return LoadOutcome([Answered(0, 0.0, error="HTTP 500")], 1.0, ASKING, None)
 
     with pytest.raises(ValueError, match=r"1 of 1 requests failed at 2 clients \(HTTP 500\)"):
         measure_levels([Failing()], [], PLAN, silent)
@@ -163,7 +163,7 @@ def test_requests_that_fail_void_the_measurement() -> None:
 
 
 def test_prompts_have_the_length_that_was_asked_for() -> None:
-    vocabulary = Vocabulary.of(DEFAULT_DIRECTORY / "target")
+    vocabulary = PromptVocabulary.of(DEFAULT_DIRECTORY / "target")
     whole = vocabulary.encode(PromptText("x"))
     for length in (12, 64, 700):
         prompts = traffic_prompts(vocabulary, 4, length)
@@ -171,7 +171,7 @@ def test_prompts_have_the_length_that_was_asked_for() -> None:
         assert {each.ids[0] for each in prompts} == {whole[0]}  # the template around it is kept
         assert {each.ids[-2:] for each in prompts} == {tuple(whole[-2:])}
     assert len(set(traffic_prompts(vocabulary, 4, 64))) == 4
-    bare = traffic_prompts(Vocabulary(None, 50), 3, 40)
+    bare = traffic_prompts(PromptVocabulary(None, 50), 3, 40)
     assert all(len(each.ids) == 40 and max(each.ids) < 50 for each in bare)
 
 
@@ -208,14 +208,14 @@ def test_random_weights_are_drafted_for_as_much_as_is_worth_it(force: bool, poli
 # what is reported
 
 
-def outcome(seconds: float, drafting: Drafting | None = None) -> Outcome:
+def outcome(seconds: float, drafting: DraftingFigures | None = None) -> LoadOutcome:
     """A hundred requests of 11 tokens: the first after 1, 2, ... ms, the others in 10 ms each."""
     answers = [Answered(n, 0.0, (n + 1) / 1e3, (n + 1) / 1e3 + 0.1, num_tokens=11) for n in range(100)]
-    return Outcome(answers, seconds, ASKING, drafting)
+    return LoadOutcome(answers, seconds, ASKING, drafting)
 
 
 def test_levels_where_speculative_is_under_plain_are_marked() -> None:
-    drafting = Drafting(40, 200, 60, (), "the engine")
+    drafting = DraftingFigures(40, 200, 60, (), "the engine")
     under = LevelRuns(Level(1), [[outcome(1.0)] * 3, [outcome(1 / 0.97, drafting)] * 3])
     noise = LevelRuns(Level(4), [[outcome(1.0)] * 3, [outcome(1 / 0.985, drafting)] * 3])
     plan = replace(PLAN, levels=[Level(1), Level(4)])

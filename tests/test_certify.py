@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from outrider import LLM, SamplingParams
 from outrider.bench.prompts import PromptText
 from outrider.certify import questions as questions_module
-from outrider.certify.certificate import Case, Certificate, Counts, Identity
+from outrider.certify.certificate import Case, Certificate, CertifiedCounts, CertifiedPair
 from outrider.certify.command import certify_command
 from outrider.certify.comparison import compare, corrupted, differences
 from outrider.certify.distribution import (
@@ -34,7 +34,7 @@ from outrider.certify.distribution import (
     chi_squared,
 )
 from outrider.certify.proof import COMPOSITIONS, certify, notices_corruption
-from outrider.certify.questions import OPTIONS, Effort, ask
+from outrider.certify.questions import OPTIONS, ProofEffort, ask
 from outrider.certify.report import show_certificate
 from outrider.commands import add
 from outrider.engine import round as engine_round
@@ -44,7 +44,7 @@ from outrider.kernels.round import judge
 from outrider.outputs import Logprob
 from outrider.types import Step, Verdict
 
-SMALL = Effort(num_prompts=2, num_seeds=1, max_tokens=10, alone_every=6, others_every=3, max_draws=500)
+SMALL = ProofEffort(num_prompts=2, num_seeds=1, max_tokens=10, alone_every=6, others_every=3, max_draws=500)
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +199,9 @@ def test_a_wrong_sampler_is_found_though_both_sides_agree(
 
 
 def test_nothing_rejected_is_inconclusive() -> None:
-    identity = Identity("model", "Llama", 1, "ngram", 5, "float32", "cpu")
+    identity = CertifiedPair("model", "Llama", 1, "ngram", 5, "float32", "cpu")
     test = DrawTest("first token", 100, 0.5, 1e-9, 0, 0)
-    good = Counts(requests=1, tokens=9, rounds=4, drafted=8, accepted=5, zero_draft_rounds=1)
+    good = CertifiedCounts(requests=1, tokens=9, rounds=4, drafted=8, accepted=5, zero_draft_rounds=1)
     for counts, verdict in [
         (good, "proven"),
         (replace(good, drafted=5), "inconclusive"),

@@ -20,7 +20,7 @@ import outrider.engine.round
 from outrider import LLM, SamplingParams, __version__
 from outrider.cli import app
 from outrider.console import Consoles
-from outrider.conversation import Conversation, converse
+from outrider.conversation import ChatSession, converse
 from outrider.measure import Question, first_difference, run
 from outrider.outputs import CompletionOutput
 
@@ -303,7 +303,7 @@ def test_at_a_terminal_errors_do_not_end_the_conversation(target: str, monkeypat
         out, about = io.StringIO(), io.StringIO()
         with LLM(target, max_model_len=64, max_num_seqs=1) as llm:
             params = SamplingParams(max_tokens=4, temperature=0)
-            converse(Conversation(llm, params, Consoles(Console(file=out), Console(file=about))))
+            converse(ChatSession(llm, params, Consoles(Console(file=out), Console(file=about))))
         assert not script
         return about.getvalue()
 

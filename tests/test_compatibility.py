@@ -12,6 +12,7 @@ from outrider import LLM, AsyncLLM, SamplingParams, SpeculativeConfig, Structure
 from outrider.compatibility import llm as tables
 from outrider.compatibility import sampling, table
 from outrider.compatibility.rules import NoEffect, Refused, Rules
+from outrider.drafters.base import drafters
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "compatibility.md"
 CALLED = {
@@ -44,7 +45,8 @@ def test_what_is_said_to_be_ours_is_ours() -> None:
     assert not set(tables.LLM.names()) & init
     assert set(sampling.FIELDS) <= {each.name for each in fields(SamplingParams)}
     assert set(sampling.STRUCTURED_FIELDS) == {each.name for each in fields(StructuredOutputsParams)}
-    assert set(table._SPECULATIVE) <= {each.name for each in fields(SpeculativeConfig)}
+    declared = {setting for name in drafters for setting in drafters[name].own_settings}
+    assert set(table._SPECULATIVE) <= {each.name for each in fields(SpeculativeConfig)} | declared
     calls = [inspect.signature(call).parameters for call in (LLM.generate, LLM.chat, AsyncLLM.generate)]
     assert set(table._CALLS) <= {name for parameters in calls for name in parameters}
     assert all(callable(getattr(LLM, name)) for name in table._METHODS)

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from outrider import agreement as agreement_module
-from outrider.agreement import Agreement, Place, check_up, follow, question_ids
+from outrider.agreement import Agreement, DraftPlace, check_up, measure_agreement, question_ids
 from outrider.cli import app
 from outrider.doctor.diagnosis import FAULT, GOOD, Diagnosis, Finding
-from outrider.doctor.examination import Effort, examine
+from outrider.doctor.examination import DoctorEffort, examine
 from outrider.doctor.readings import compare, differing_rotaries, rope_settings, trials
 from outrider.engine.policy import FixedDepth
 from outrider.llm import LLM, total_speculation
@@ -27,7 +27,7 @@ from outrider.sampling_params import SamplingParams
 from outrider.startup import CHECKING
 
 Tensors = dict[str, torch.Tensor]
-SMALL = Effort(num_prompts=12, max_tokens=24, num_long=0)
+SMALL = DoctorEffort(num_prompts=12, max_tokens=24, num_long=0)
 TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -113,7 +113,7 @@ def test_d2t_that_cannot_be_offsets_is_read_as_ids_and_said_so(tmp_path: Path) -
         tensors["d2t"] = torch.arange(len(tensors["lm_head.weight"]))
 
     settings = plant(tmp_path, absolute)
-    diagnosis = examine(None, settings, effort=Effort(8, 12, num_long=0))
+    diagnosis = examine(None, settings, effort=DoctorEffort(8, 12, num_long=0))
     assert diagnosis.verdict == "healthy"
     assert diagnosis.provenance["target_ids"].value != "offsets"
 
@@ -127,7 +127,7 @@ def _untrained(tensors: Tensors) -> None:
 
 def test_an_untrained_head_is_dead_and_what_is_suspicious_is_said(tmp_path: Path) -> None:
     settings = plant(tmp_path, _untrained, rope_theta=500.0)
-    diagnosis = examine(None, settings, effort=Effort(8, 12, num_long=0))
+    diagnosis = examine(None, settings, effort=DoctorEffort(8, 12, num_long=0))
     assert diagnosis.verdict == "dead"
     assert diagnosis.exit_status == 1
     assert diagnosis.remedy == []
@@ -145,7 +145,7 @@ def test_damaged_weights_and_a_poor_vocabulary_are_noticed(tmp_path: Path) -> No
         return tensors
 
     settings = plant(tmp_path, damage, draft_vocab_size=64)
-    diagnosis = examine(None, settings, effort=Effort(4, 12, num_long=0))
+    diagnosis = examine(None, settings, effort=DoctorEffort(4, 12, num_long=0))
     assert [finding.subject for finding in faults(diagnosis)] == ["weights", "coverage"]
     assert "norm.weight" in faults(diagnosis)[0].message
 
@@ -188,7 +188,7 @@ def test_lengths_and_differences_of_readings_agree(tmp_path: Path) -> None:
 def test_another_tokenizer_and_fewer_positions_are_noticed(tmp_path: Path) -> None:
     settings = plant(tmp_path, max_position_embeddings=256)
     tiny.save_tokenizer(tmp_path / "drafter")
-    diagnosis = examine(None, settings, effort=Effort(2, 4, num_long=0))
+    diagnosis = examine(None, settings, effort=DoctorEffort(2, 4, num_long=0))
     assert diagnosis.verdict == "unclear"  # too little text
     assert diagnosis.exit_status == 3
     levels = {finding.subject: finding.level for finding in diagnosis.findings}
@@ -216,7 +216,7 @@ def pair() -> Any:
 def test_the_accept_length_is_the_engines_own(pair: LLM) -> None:
     assert pair.tokenizer is not None
     prompts = [question_ids(pair.tokenizer, f"Tell me a story about a {name}.") for name in ("dog", "boat", "tree")]
-    found = follow(pair.engine, pair.drafter, prompts, 40)  # type: ignore[arg-type]
+    found = measure_agreement(pair.engine, pair.drafter, prompts, 40)  # type: ignore[arg-type]
     params = SamplingParams(temperature=0, max_tokens=40)
     with pair.engine.drafting_with(FixedDepth(pair.engine.lookahead)):
         outputs = pair.generate([{"prompt_token_ids": ids} for ids in prompts], params)
@@ -230,14 +230,14 @@ def test_the_accept_length_is_the_engines_own(pair: LLM) -> None:
 def test_what_is_known_early_is_what_is_known_in_the_end(pair: LLM) -> None:
     """While texts grow, a draft is not judged before all of it can be."""
     prompts = [[1, 2, 3], [50, 60], [7, 7, 7]]
-    whole = follow(pair.engine, pair.drafter, prompts, 24)  # type: ignore[arg-type]
+    whole = measure_agreement(pair.engine, pair.drafter, prompts, 24)  # type: ignore[arg-type]
     early: list[Agreement] = []
 
     def enough(agreement: Agreement) -> bool:
         early.append(agreement)
         return len(early) == 12
 
-    last = follow(pair.engine, pair.drafter, prompts, 24, enough=enough)  # type: ignore[arg-type]
+    last = measure_agreement(pair.engine, pair.drafter, prompts, 24, enough=enough)  # type: ignore[arg-type]
     assert last == early[-1]
     assert len(early[-1].places) > len(early[-2].places) > 0
     assert set(last.places) < set(whole.places)
@@ -248,9 +248,9 @@ def test_measuring_leaves_no_trace(pair: LLM) -> None:
     hits, free = pair.engine.scheduler.stats.queried, pair.engine.scheduler.pool.num_free
     for trial in trials(pair.drafter, pair.target):  # type: ignore[arg-type]
         with trial.enter(pair.drafter) as other:  # type: ignore[arg-type]
-            follow(pair.engine, other, [[1, 2, 3]], 3)
+            measure_agreement(pair.engine, other, [[1, 2, 3]], 3)
     with pytest.raises(RuntimeError, match="stop"):
-        follow(pair.engine, pair.drafter, [[1, 2, 3]], 3, on_step=_fail)  # type: ignore[arg-type]
+        measure_agreement(pair.engine, pair.drafter, [[1, 2, 3]], 3, on_step=_fail)  # type: ignore[arg-type]
     assert (pair.engine.drafting, pair.engine.scheduler) == before
     assert (pair.engine.scheduler.stats.queried, pair.engine.scheduler.pool.num_free) == (hits, free)
     assert not pair.engine.has_work
@@ -262,7 +262,7 @@ def _fail(done: int, most: int) -> None:
 
 def test_drafts_are_compared_place_by_place() -> None:
     def of(agreed: list[int]) -> Agreement:
-        return Agreement(tuple(Place(0, 10 + at, 3, count) for at, count in enumerate(agreed)), ())
+        return Agreement(tuple(DraftPlace(0, 10 + at, 3, count) for at, count in enumerate(agreed)), ())
 
     assert compare(of([1] * 40), of([1] * 40), 3) == (0.0, 0.0)
     gain, deviations = compare(of([2, 1] * 20), of([1, 1] * 20), 3)

@@ -120,7 +120,7 @@ def test_settings_that_the_class_does_not_declare_are_refused(found: dict[str, o
     unknown, wrong = found["refused"]  # type: ignore[misc]
     assert "does not know stutter_tims; it takes " in unknown
     assert "stutter_times" in unknown
-    assert "stutter_times must be of the kind of 2, its default, not 'many'" in wrong
+    assert "stutter_times must be a whole number, not 'many'" in wrong
 
 
 class AtLeast(Filter):

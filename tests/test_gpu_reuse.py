@@ -14,7 +14,7 @@ import torch
 from samples import drafter_settings, guide, sample_target
 
 from outrider import LLM, SamplingParams
-from outrider.certify.restless import Restless
+from outrider.certify.random_depth import RandomDepth
 from outrider.llm import total_speculation
 
 pytestmark = [
@@ -71,7 +71,7 @@ def test_reuse_in_recorded_rounds(
         if llm.drafter is not None:
             total = total_speculation(second)
             assert 0 < total.accepted < total.drafted
-        with llm.engine.drafting_with(Restless(llm.engine.lookahead, 1, 64, followed=0.7)):
+        with llm.engine.drafting_with(RandomDepth(llm.engine.lookahead, 1, 64, followed=0.7)):
             together = [llm.generate(prompts + turns, params + params) for _ in range(3)]
         assert llm.engine.num_recorded_rounds > 0
         assert llm.engine.scheduler.snapshots is not None

@@ -15,7 +15,7 @@ from test_guided_rounds import KINDS as GUIDED_KINDS
 from tiny import FAMILIES
 
 from outrider import LLM, SamplingParams
-from outrider.certify.restless import Restless
+from outrider.certify.random_depth import RandomDepth
 from outrider.llm import total_speculation
 
 pytestmark = [
@@ -77,7 +77,7 @@ def test_recorded_rounds_are_steps(
             recorded = llm.engine.num_recorded_rounds
             assert (recorded > 0) is (not eager and (llm.drafter is None or llm.drafter.recordable))
             if method is not None and method != "oracle":  # drafters with memory, or with none to keep
-                with llm.engine.drafting_with(restless := Restless(llm.engine.lookahead)):
+                with llm.engine.drafting_with(restless := RandomDepth(llm.engine.lookahead)):
                     assert all_answers(llm) == plain
                 assert restless.num_rests > 1
 

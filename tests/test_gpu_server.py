@@ -44,13 +44,13 @@ BODIES = [
 @contextmanager
 def serving(llm: LLM) -> Iterator[str]:
     from outrider.server.app import Application
-    from outrider.server.engine_client import EngineClient, Limits
+    from outrider.server.engine_client import EngineClient, QueueLimits
     from outrider.server.engine_host import ThreadHost
     from outrider.server.security import access_for
     from outrider.server.serving import Server
 
     host = ThreadHost(llm, "default")
-    engine = EngineClient(host.link, host.model, "default", Limits(), host.why_ended)
+    engine = EngineClient(host.link, host.model, "default", QueueLimits(), host.why_ended)
     application = Application(engine, llm.tokenizer, "default", access_for("127.0.0.1"))
     server = Server(application, "127.0.0.1", 0, 5.0)
     thread = threading.Thread(target=server.run)

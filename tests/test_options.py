@@ -15,12 +15,13 @@ from samples import METHODS, drafter_settings, sample_target, suits
 from typer.testing import CliRunner
 
 import outrider.pair
-from outrider.bench.prompts import PromptText, Vocabulary
+from outrider.bench.prompts import PromptText, PromptVocabulary
 from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.checkpoints.loader import build_target
 from outrider.cli import app
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import drafters
+from outrider.drafters.ngram import Ngram
 from outrider.llm import LLM
 from outrider.options import EngineOptions
 from outrider.pair import DEFAULT_DIRECTORY
@@ -90,7 +91,7 @@ def test_every_command_that_takes_prompts_can_be_told_about_the_chat_template(na
 
 
 def test_the_chat_template_surrounds_text_unless_told_otherwise(tmp_path: Path) -> None:
-    vocabulary = Vocabulary.of(DEFAULT_DIRECTORY / "target")
+    vocabulary = PromptVocabulary.of(DEFAULT_DIRECTORY / "target")
     assert vocabulary.tokenizer is not None
     asked = vocabulary.tokenizer.chat([{"role": "user", "content": "Hello"}])
     as_chat, raw = vocabulary.tokenizer.encode(asked, add_special_tokens=False), vocabulary.tokenizer.encode("Hello")
@@ -100,7 +101,7 @@ def test_the_chat_template_surrounds_text_unless_told_otherwise(tmp_path: Path) 
         assert vocabulary.encode(prompt, chat=True) == as_chat
         assert vocabulary.encode(prompt, chat=False) == raw
     save_without_template(tmp_path)
-    bare = Vocabulary.of(tmp_path)
+    bare = PromptVocabulary.of(tmp_path)
     assert bare.encode(PromptText("a")) == bare.encode(PromptText("a"), chat=False)
     with pytest.raises(ValueError, match="no chat template"):
         bare.encode(PromptText("a"), chat=True)
@@ -127,7 +128,7 @@ def test_which_drafter_the_options_name(target_path: Callable[..., Path], head: 
     given = '{"method": "ngram", "prompt_lookup_min": 1}'
     found = EngineOptions(model, speculative_config=given).config().speculative
     assert found is not None
-    assert found.prompt_lookup_min == 1
+    assert found.own(Ngram.own_settings) == {"prompt_lookup_min": 1, "prompt_lookup_max": 8}
     found = EngineOptions(speculative_config='{"num_speculative_tokens": 2}').config().speculative
     assert found is not None
     assert (found.model, found.num_speculative_tokens) == (str(DEFAULT_DIRECTORY / "drafter"), 2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from samples import METHODS, drafter_settings, sample_target, suits
 from test_conformance import MEMORIES, SMALL, fixed, ids, make_prompts
 from test_vision import prompts_of
@@ -20,6 +21,7 @@ from outrider.engine import engine
 from outrider.engine.policy import FixedDepth
 from outrider.engine.round import CHECKS
 from outrider.engine.team import RankLostError
+from outrider.kernels.filters import Filter, filters
 from outrider.llm import total_speculation
 
 # greedy and seeded requests in the same rounds
@@ -136,6 +138,33 @@ def test_every_sampling_option(target_path: Callable[..., Path]) -> None:
         ):
             assert (left or {}).keys() == (right or {}).keys()
             assert all(abs(left[token].logprob - right[token].logprob) < 1e-4 for token in left or {})
+
+
+class AtLeast(Filter):
+    """Tokens of at least this probability."""
+
+    @staticmethod
+    def keeps(probs: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return probs >= value[:, None]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_a_filter_of_somebodys_own(
+    sizes: tuple[int, int], target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank must hear of it: nothing but the likeliest token passes 1, so sampling becomes greedy."""
+    assert list(filters) == []  # entry points have been looked for
+    monkeypatch.setitem(filters._entries, "at_least", AtLeast)
+    free = SamplingParams(temperature=2.0, seed=1, max_tokens=12, ignore_eos=True)
+    params = [free, replace(free, extra_args={"at_least": 1.0}), replace(free, extra_args={"at_least": 0.02})]
+    params.append(replace(free, temperature=0))
+    found = []
+    for ranks, stages in ((1, 1), sizes):
+        both = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+        with LLM(target_path("llama", vocab_size=257), fixed({"method": "ngram"}), **both, **SMALL) as llm:
+            found.append(ids(llm.generate(make_prompts(1) * 4, params)))
+    assert found[0] == found[1]
+    assert found[0][1] == found[0][3] != found[0][0] != found[0][2]
 
 
 def test_predictions(target_path: Callable[..., Path]) -> None:

@@ -16,7 +16,7 @@ import tiny_dflash
 from samples import METHODS, Oracle, drafter_settings, guide, sample_target, suits
 
 from outrider import LLM, SamplingParams
-from outrider.certify.restless import Restless
+from outrider.certify.random_depth import RandomDepth
 from outrider.engine.graphs import rows_between
 from outrider.engine.policy import Landed
 from outrider.llm import total_speculation
@@ -133,7 +133,9 @@ def test_joins_at_random(
     options: dict[str, Any] = {"max_num_seqs": 5, "max_num_batched_tokens": 32, "page_size": 4}
     with (
         LLM(path, settings, max_model_len=64, device="cpu", **options) as llm,
-        nullcontext() if adaptive else llm.engine.drafting_with(Restless(llm.engine.lookahead, chance.randrange(100))),
+        nullcontext()
+        if adaptive
+        else llm.engine.drafting_with(RandomDepth(llm.engine.lookahead, chance.randrange(100))),
     ):
         if llm.drafter is not None:
             guide(llm.drafter, truth, llm.target.vocab_size)
@@ -165,7 +167,7 @@ def test_many_requests_need_not_have_room_for_all_drafts(target_path: Callable[.
     prompts = [[5 + number, 6, 7, 8] for number in range(18)]
     with LLM(target_path(), None, enforce_eager=True, **options) as llm:
         plain = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
-    policy = Restless(5, 1, followed=1.0)
+    policy = RandomDepth(5, 1, followed=1.0)
     with LLM(target_path(), settings, **options) as llm, llm.engine.drafting_with(policy):
         assert llm.drafter is not None
         guide(llm.drafter, [p + t for p, t in zip(prompts, plain, strict=True)], llm.target.vocab_size)

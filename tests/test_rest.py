@@ -14,7 +14,7 @@ import torch
 from samples import METHODS, drafter_settings, guide, sample_target, suits
 
 from outrider import LLM, SamplingParams
-from outrider.certify.restless import Restless
+from outrider.certify.random_depth import RandomDepth
 from outrider.engine import memory
 from outrider.engine.policy import FixedDepth
 from outrider.llm import total_speculation
@@ -66,7 +66,7 @@ def compare(path: Path, speculative: dict[str, Any], *, seed: int, batch: int, r
         assert said(llm) == plain
     with (
         LLM(path, speculative, enforce_eager=not recorded, max_num_seqs=batch, **SIZES) as llm,
-        llm.engine.drafting_with(restless := Restless(llm.engine.lookahead, seed, NUM_MISSABLE, followed=1.0)),
+        llm.engine.drafting_with(restless := RandomDepth(llm.engine.lookahead, seed, NUM_MISSABLE, followed=1.0)),
     ):
         assert llm.drafter is not None
         later = Drafts(llm) if not recorded else None
@@ -167,7 +167,7 @@ def test_texts_that_are_not_followed(
         plain = said(llm)
     with (
         LLM(path, speculative, enforce_eager=not recorded, max_num_seqs=2, **SIZES) as llm,
-        llm.engine.drafting_with(Restless(llm.engine.lookahead, 3, NUM_MISSABLE, followed=0.5)),
+        llm.engine.drafting_with(RandomDepth(llm.engine.lookahead, 3, NUM_MISSABLE, followed=0.5)),
     ):
         assert llm.drafter is not None
         guide(llm.drafter, [p + t for p, t in zip(PROMPTS, plain, strict=True)], llm.target.vocab_size)

@@ -14,7 +14,7 @@ import tiny
 from samples import Oracle, drafter_settings, guide, sample_target
 
 from outrider import LLM, SamplingParams
-from outrider.certify.restless import Restless
+from outrider.certify.random_depth import RandomDepth
 from outrider.engine.policy import FixedDepth
 from outrider.engine.request import Request
 from outrider.llm import total_speculation
@@ -267,7 +267,7 @@ def test_joins_at_random(method: str | None, seed: int, target_path: Callable[..
     limits = {"kv_cache_memory": page_bytes * 150, "num_snapshots": chance.choice([9, 20, 60])}
     with (
         pair.open(prompts, answers, **options, **limits) as llm,
-        llm.engine.drafting_with(Restless(llm.engine.lookahead, seed, 64, followed=0.8)),
+        llm.engine.drafting_with(RandomDepth(llm.engine.lookahead, seed, 64, followed=0.8)),
     ):
         engine = llm.engine
         expected: list[tuple[Request, list[int]]] = []

@@ -65,7 +65,7 @@ def test_others_take_threads(most: int, others: float, expected: int) -> None:
 
 def test_threads_are_given_up_and_come_back(machine: Machine) -> None:
     threads = Threads()
-    threads.follow()
+    threads.adapt()
     for others, expected in ((0.0, 4), (1.0, 3), (2.6, 1), (0.1, 4)):
         machine.pass_time(module.INTERVAL, others)
         threads.adjust()
@@ -77,13 +77,13 @@ def test_threads_are_given_up_and_come_back(machine: Machine) -> None:
 
 def test_a_number_that_somebody_has_set_stays(machine: Machine) -> None:
     threads = Threads()
-    threads.follow()
+    threads.adapt()
     torch.set_num_threads(3)
     machine.pass_time(1.0, 4.0)
     threads.adjust()
     assert torch.get_num_threads() == 3
     threads.fix(2)
-    threads.follow()  # by another model of the same process
+    threads.adapt()  # by another model of the same process
     machine.pass_time(1.0, 4.0)
     threads.adjust()
     assert torch.get_num_threads() == 2
@@ -106,7 +106,7 @@ def test_the_load_at_the_start(content: str, expected: float, tmp_path: Path, mo
 def test_a_busy_machine_is_seen_at_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "current_load", lambda: 2.0)
     threads = Threads()
-    threads.follow()
+    threads.adapt()
     assert torch.get_num_threads() == 2
     machine.pass_time(module.INTERVAL, 0.0)
     threads.adjust()
@@ -125,7 +125,7 @@ def test_a_container_has_a_limit(
 
 def test_the_limit_of_a_container_is_kept(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "allowed_processors", lambda: 2)
-    Threads().follow()
+    Threads().adapt()
     assert torch.get_num_threads() == 2
 
 
@@ -174,7 +174,7 @@ def test_one_thread_proves_small_models_unless_told_otherwise(
 ) -> None:
     threads = Threads()
     monkeypatch.setattr("outrider.certify.proof.threads", threads)
-    threads.follow()
+    threads.adapt()
     with threads_for(1000):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 4

@@ -15,7 +15,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from outrider import chat_template
 from outrider.chat_template import ChatOptions
-from outrider.tokenizer import Detokenizer, StopChecker, Tokenizer, surround
+from outrider.detokenizer import Detokenizer, StopChecker
+from outrider.tokenizer import Tokenizer, surround
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, again and again",

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from outrider.bench.commands import bench_app
 from outrider.certify.fuzz import Truth, fuzz, try_world
-from outrider.certify.trial import Figures
+from outrider.certify.trial import FuzzFigures
 from outrider.certify.worlds import FAULTY, POLICIES, Ground, draw_world
 from outrider.engine import engine as engines
 from outrider.engine import round as engine_round
@@ -149,7 +149,7 @@ def test_worlds_follow_from_their_seeds() -> None:
 
 
 def test_what_never_happened_is_a_doubt() -> None:
-    figures = Figures(tokens=5, accepted=2, drafted=2, given_up=1, cached_tokens=1, preemptions=1, faults=1)
+    figures = FuzzFigures(tokens=5, accepted=2, drafted=2, given_up=1, cached_tokens=1, preemptions=1, faults=1)
     assert figures.doubts == ["no rebuilds", "nothing rejected"]
 
 

@@ -45,7 +45,7 @@ _ids = itertools.count()
 
 
 @dataclass(frozen=True)
-class Place:
+class DraftPlace:
     """One draft: where it was made, how many of its tokens could be judged, and how many of them were right."""
 
     text: int
@@ -58,7 +58,7 @@ class Place:
 class Agreement:
     """Every draft that was made along some texts."""
 
-    places: tuple[Place, ...]
+    places: tuple[DraftPlace, ...]
     texts: tuple[tuple[int, ...], ...]  # what the target said
 
     @property
@@ -118,7 +118,7 @@ class Observed(Drafter):
                 known = request.tokens[length:]
                 if known and (request.finished or len(draft) < len(known)):
                     judged = draft[: len(known) - 1]
-                    places.append(Place(number, length, len(judged), _common(judged, known)))
+                    places.append(DraftPlace(number, length, len(judged), _common(judged, known)))
         return Agreement(tuple(places), tuple(tuple(request.outputs) for request in requests))
 
 
@@ -127,7 +127,7 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
     return next((at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), len(left))
 
 
-def follow(
+def measure_agreement(
     engine: Engine,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
@@ -224,6 +224,6 @@ def check_up(engine: Engine, on_step: OnStep | None = None) -> Checkup:
         seconds = time.monotonic() - begin
         return seconds >= (USUAL_SECONDS if len(agreement.places) >= MIN_PLACES else most)
 
-    agreement = follow(engine, drafter, prompts, SHORT_ANSWER, enough=enough, on_step=on_step)
+    agreement = measure_agreement(engine, drafter, prompts, SHORT_ANSWER, enough=enough, on_step=on_step)
     found = f"accept length {agreement.mean_accept_length:.2f} over {len(agreement.places)} drafts"
     return Checkup(agreement, found)

@@ -21,7 +21,7 @@ from outrider.sampling_params import RequestOutputKind, SamplingParams, Speculat
 from outrider.tokenizer import Tokenizer
 
 try:
-    from outrider.server.engine_client import Asked, EngineClient, Limits
+    from outrider.server.engine_client import EngineClient, QueueLimits, ReadyPrompt
     from outrider.server.engine_host import ThreadHost
     from outrider.server.errors import ApiError
     from outrider.server.job import Job
@@ -40,7 +40,7 @@ class AsyncLLM:
         self.llm = LLM(*values, **arguments)
         self.llm.warm_up()
         self._host = ThreadHost(self.llm, str(self.llm.config.model))
-        limits = Limits(max_queue=NO_LIMIT, max_queued_tokens=NO_LIMIT, deadline=NO_DEADLINE)
+        limits = QueueLimits(max_queue=NO_LIMIT, max_queued_tokens=NO_LIMIT, deadline=NO_DEADLINE)
         self._client = EngineClient(
             self._host.link, self._host.model, str(self.llm.config.model), limits, self._host.why_ended
         )
@@ -131,15 +131,15 @@ class AsyncLLM:
         elif self._loop is not loop:
             raise ValueError("this AsyncLLM is used by another event loop: make one for each")
 
-    def _asked(self, prompt: Prompt, params: SamplingParams) -> Asked:
+    def _asked(self, prompt: Prompt, params: SamplingParams) -> ReadyPrompt:
         """Texts become tokens beside the event loop. The seed is chosen here, so that it can be told."""
         prompts = self.llm.prompts
         ids = prompts.ids(prompt, "the prompt")
         prompts.check(ids, "the prompt")
         params = replace(salted(params, prompt), seed=self.llm.seed_of(params))
         if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):  # the engine knows what an image takes
-            return Asked(ids, prompt, params)
-        return Asked(ids, ids, prompts.settled(params, ids))
+            return ReadyPrompt(ids, prompt, params)
+        return ReadyPrompt(ids, ids, prompts.settled(params, ids))
 
 
 FINAL_ONLY = RequestOutputKind.FINAL_ONLY
@@ -172,7 +172,7 @@ class _Sequence:
             self.speculation = piece.ending.speculation
 
     def output(self, new: Piece | None = None) -> CompletionOutput:
-        """All of it; or with `new`, what that piece has brought."""
+        """The output so far; or with `new`, what that piece has brought."""
         part = self if new is None else new
         return CompletionOutput(
             index=self.index,
@@ -191,7 +191,7 @@ class _Sequence:
 class _Answer:
     """All answers to one prompt, as far as they have come."""
 
-    def __init__(self, request_id: str, prompt: Prompt, asked: Asked) -> None:
+    def __init__(self, request_id: str, prompt: Prompt, asked: ReadyPrompt) -> None:
         self.request_id, self.prompt_token_ids = request_id, asked.ids
         self.arrived, self._arrival_time = time.monotonic(), time.time()
         given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
@@ -220,7 +220,7 @@ class _Answer:
         return self._output() if self._kind is not FINAL_ONLY or self.finished else None
 
     def aborted(self) -> RequestOutput:
-        """What there is of it, now that nothing more will come."""
+        """The output of an answer that was aborted: what has come so far."""
         ended = [each for each in self._sequences if each.finish_reason is None]
         for each in ended:
             each.finish_reason = "abort"

@@ -1,4 +1,4 @@
-"""The outrider command: generate, chat, serve, certify, doctor, train, bench, list, pull, matrix, version.
+"""The outrider command: generate, chat, serve, route, certify, doctor, train, bench, list, pull, matrix, version.
 A ValueError is the user's to mend and becomes one line on standard error with exit status 2; --debug shows it all.
 Whatever needs torch is imported when a command runs: help and version answer at once."""
 
@@ -36,6 +36,7 @@ from outrider.options import OUTPUT, SAMPLING, AsJson, ChatTemplate, EngineOptio
 from outrider.sampling_params import SamplingParams
 from outrider.server.command import serve_command
 from outrider.server.flags import ServeCommand
+from outrider.server.router.command import route_command
 from outrider.startup import importing
 from outrider.training.command import train_command
 
@@ -294,13 +295,13 @@ def chat(
     consoles = open_consoles(no_color=no_color)
     params = sampling.params(max_tokens)
     with importing():
-        from outrider.conversation import Conversation, converse
+        from outrider.conversation import ChatSession, converse
         from outrider.preflight import check_chat
     config = options.named(target).config(max_num_seqs=1)
     check_chat(config.model)
     with load(config, consoles) as llm:
         show_memory(consoles.about, llm.budget)
-        converse(Conversation(llm, params, consoles, system))
+        converse(ChatSession(llm, params, consoles, system))
 
 
 # what there is
@@ -336,6 +337,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "chat": chat,
     "serve": serve_command,
+    "route": route_command,
     "certify": certify_command,
     "doctor": doctor_command,
     "train": train_command,

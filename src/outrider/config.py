@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -26,22 +27,39 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True)
+class Setting:
+    """A setting of speculative_config that a method's class declares for itself: its default, which says of what kind
+    it is, and the bounds of a number."""
+
+    default: Any
+    low: float = -math.inf
+    high: float = math.inf
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ValueError for a value of another kind, or out of bounds."""
+        number = type(self.default) in (int, float)
+        kind = (int, float) if type(self.default) is float else type(self.default)
+        fits = isinstance(value, kind) and isinstance(value, bool) == isinstance(self.default, bool)
+        if not fits and not number:
+            raise ValueError(f"{name} must be of the kind of {self.default!r}, its default, not {value!r}")
+        if not fits or (number and not self.low <= value <= self.high):
+            what = "a whole number" if type(self.default) is int else "a number"
+            bounds = (f" from {self.low:g}" if self.low > -math.inf else "") + (
+                f" to {self.high:g}" if self.high < math.inf else ""
+            )
+            raise ValueError(f"{name} must be {what}{bounds}, not {value!r}")
+
+
+@dataclass(frozen=True)
 class SpeculativeConfig:
     """Which drafter rides ahead, in the names of vLLM's speculative_config."""
 
     method: str | None = None  # None: read from the checkpoint
     model: str | None = None
     num_speculative_tokens: int = 5
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 8
     force: bool = False  # use it even if it does not agree with the target at all, and draft as much as possible
     adaptive: bool = True  # draft as much as is worth it: rounds are timed, and what they bring is counted
     taps: tuple[int, ...] | None = None  # overrides what the checkpoint says: tap i is the state after i layers
-    suffix_decoding_max_tree_depth: int = 24  # the longest match and its continuation together
-    suffix_decoding_max_cached_requests: int = 10000  # earlier requests that are remembered; 0: the own text alone
-    suffix_decoding_max_cached_tokens: int = 250_000  # of all of them together; about 250 bytes each
-    suffix_decoding_max_spec_factor: float = 1.0  # draft tokens for each token of the match
-    suffix_decoding_min_token_prob: float = 0.1  # a draft ends where its tokens' probability falls below
     quantization: str | None = None  # as of an EngineConfig, for the drafter's own matrices
     kv_cache_dtype: str = "auto"  # as of an EngineConfig, for the drafter's own pages
     synthetic_acceptance_length: float | None = None  # for measuring rounds: accept so much, right or wrong
@@ -79,13 +97,13 @@ class SpeculativeConfig:
         return cls(**values)
 
     def own(self, declared: Mapping[str, Any]) -> dict[str, Any]:
-        """What was said of the settings that a method's class declares, or else their defaults, by which they are
-        checked."""
-        found = {**declared, **{name: value for name, value in self.more if name in declared}}
-        for name, default in declared.items():
-            kind = (int, float) if type(default) is float else type(default)
-            if not isinstance(found[name], kind) or isinstance(found[name], bool) != isinstance(default, bool):
-                raise ValueError(f"{name} must be of the kind of {default!r}, its default, not {found[name]!r}")
+        """What was said of the settings that a method's class declares, or else their defaults, checked. `declared`: a
+        Setting of each name, or a default alone."""
+        said, found = dict(self.more), {}
+        for name, given in declared.items():
+            setting = given if isinstance(given, Setting) else Setting(given)
+            found[name] = said.get(name, setting.default)
+            setting.check(name, found[name])
         return found
 
     def refuse_unknown(self, declared: Iterable[str]) -> None:
@@ -103,19 +121,6 @@ class SpeculativeConfig:
         count = self.num_speculative_tokens
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 64:
             raise ValueError(f"num_speculative_tokens must be a whole number from 1 to 64, not {count!r}")
-        lookups = (self.prompt_lookup_min, self.prompt_lookup_max)
-        whole = all(isinstance(length, int) for length in lookups)
-        if not whole or not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 64:
-            raise ValueError(
-                "prompt_lookup_min and prompt_lookup_max must satisfy 1 <= min <= max <= 64, not "
-                f"{self.prompt_lookup_min!r} and {self.prompt_lookup_max!r}"
-            )
-        for name, low, high, is_whole in _SUFFIX_RANGES:
-            value = vars(self)[name]
-            kinds = (int,) if is_whole else (int, float)
-            if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
-                what = "a whole number" if is_whole else "a number"
-                raise ValueError(f"{name} must be {what} from {low:g} to {high:g}, not {value!r}")
         if not isinstance(self.parallel_drafting, bool):
             raise ValueError(f"parallel_drafting must be true or false, not {self.parallel_drafting!r}")
         length = self.synthetic_acceptance_length
@@ -144,15 +149,6 @@ def _refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
     raise ValueError(f"speculative_config does not know {', '.join(names)}; it takes {', '.join(sorted(known))}")
 
 
-_SUFFIX_RANGES: tuple[tuple[str, float, float, bool], ...] = (
-    ("suffix_decoding_max_tree_depth", 2, 1024, True),
-    ("suffix_decoding_max_cached_requests", 0, 10**9, True),
-    ("suffix_decoding_max_cached_tokens", 1, 10**12, True),
-    ("suffix_decoding_max_spec_factor", 0.0, 1e6, False),
-    ("suffix_decoding_min_token_prob", 0.0, 1.0, False),
-)
-
-
 @dataclass(frozen=True)
 class WatchdogConfig:
     """When acceptance counts as dead, and what is done then. Rounds without a draft do not count."""
@@ -161,10 +157,10 @@ class WatchdogConfig:
     suspicious_share: float = 0.98  # accepted share of drafts: above, a text is in a loop, or the judge is broken
     window: int = 16  # rounds that the average of a request looks back on; nothing accepted: dead after 36
     engine_window: int = 64  # the same for all requests together
-    rest: int = 64  # plain rounds after which a request that has died tries drafts again; twice as many the next time
+    pause: int = 64  # plain rounds after which a request that has died tries drafts again; twice as many the next time
 
     def __post_init__(self) -> None:
-        for name in ("window", "engine_window", "rest"):
+        for name in ("window", "engine_window", "pause"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"watchdog: {name} must be a whole number of at least 1, not {value!r}")
@@ -271,7 +267,7 @@ class EngineConfig:
 
 
 def config_to_json(config: EngineConfig) -> dict[str, Any]:
-    """As another process is told."""
+    """A configuration as JSON, for another process."""
     return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
 
 

@@ -44,7 +44,7 @@ class Totals:
         )
 
 
-class Conversation:
+class ChatSession:
     def __init__(self, llm: LLM, params: SamplingParams, consoles: Consoles, system: str | None = None) -> None:
         if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
             raise ValueError(f"{llm.config.model} has no chat template: use outrider generate, or choose a chat model")
@@ -99,7 +99,7 @@ class Conversation:
         show_note(self.consoles.about, note)
 
 
-def converse(conversation: Conversation) -> None:
+def converse(conversation: ChatSession) -> None:
     """Until /quit or the end of input. Someone at a terminal may try again after an error; a pipe ends with it."""
     interactive = sys.stdin.isatty()
     about = conversation.consoles.about

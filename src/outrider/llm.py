@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,33 +10,30 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from outrider.agreement import Checkup, check_up
 from outrider.chat_template import ChatOptions, Messages
-from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.checkpoints.loader import Progress
-from outrider.compatibility.llm import CALLS, METHODS, PROMPT
+from outrider.compatibility.llm import CALLS, METHODS
 from outrider.config import EngineConfig, WatchdogConfig, batch_limits
 from outrider.drafters.base import Drafter
-from outrider.engine.request import Request, TextStream
+from outrider.engine.request import Request
 from outrider.engine.shared import SharedEngine
 from outrider.engine.warm_up import warm_up
-from outrider.grammar.guide import Guide
 from outrider.llm_arguments import EngineArgs, Named, dtype_name, length_of, settle, template_text
 from outrider.metrics import Figures, Metric
 from outrider.models.base import Target
-from outrider.offline import Defaults, UseTqdm, as_list, metrics_of, of_kind, params_for, shown_progress, tokenized
+from outrider.offline import Defaults, UseTqdm, as_list, of_kind, output_of, params_for, shown_progress, tokenized
 from outrider.outputs import RequestOutput
 from outrider.outputs import total_speculation as total_speculation  # found here by many
 from outrider.pair import AUTO, Speculative, named_pair, open_pair
-from outrider.prompts import Prompt, Prompts, salted
+from outrider.prompts import Prompt, Prompts
+from outrider.request_maker import RequestMaker, seed_of
 from outrider.sampling_params import SamplingParams
 from outrider.startup import CHECKING, StartupTimes
 from outrider.tokenizer import Tokenizer
-from outrider.types import Images, Prediction
-from outrider.vision import VisionTower, prompt_with_images, vision_of
+from outrider.types import Images
 from outrider.worker import follow_if_launched
 
 
@@ -125,11 +120,9 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self.prompts = Prompts(self.tokenizer, self.target.vocab_size, self.max_model_len, str(self.config.model))
         self._shared = SharedEngine(self.engine, self.config.torch_device)
-        self._compiling, self._seeing = threading.Lock(), threading.Lock()  # one grammar at a time, and one image
-        self._ids = itertools.count()
-        self._figures = Figures(str(target))
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
-        self._tower: VisionTower | None = None  # loaded with the first image
+        self._maker = RequestMaker(self.engine, self.config, self.prompts, self._seeds)
+        self._figures = Figures(str(target))
         with self.startup.timed("check-up"):
             self.checkup = self._check_up(progress)
 
@@ -179,7 +172,7 @@ class LLM:
         """Frees the cache and the weights. The object cannot be used afterwards."""
         if self._open:
             self._shared.close(self.engine.close)
-            del self.engine
+            del self.engine, self._maker
 
     @property
     def _open(self) -> bool:
@@ -246,7 +239,7 @@ class LLM:
         groups = [self.requests_for(prompt, each, number) for number, (prompt, each) in pairs]
         with shown_progress(use_tqdm, on_step) as on_step:
             self._run([request for group in groups for request in group], on_step)
-        return [self._output(prompt, group) for prompt, group in zip(listed, groups, strict=True)]
+        return [output_of(prompt, group) for prompt, group in zip(listed, groups, strict=True)]
 
     def chat(
         self,
@@ -291,7 +284,7 @@ class LLM:
         def news() -> RequestOutput | None:
             grown = sum(request.num_outputs for request in requests) > num_seen
             ended = all(request.finished for request in requests)
-            return self._output(prompt, requests) if grown or ended else None
+            return output_of(prompt, requests) if grown or ended else None
 
         with self._running(requests):
             while True:
@@ -330,109 +323,17 @@ class LLM:
     def requests_for(self, prompt: Prompt, params: SamplingParams, number: int) -> list[Request]:
         """The requests of one prompt (n of them), checked before anything runs."""
         self._shared.check_open()
-        name = f"prompt {number}"
-        ids, images = self._take_in(prompt, name)
-        self.prompts.check(ids, name)
-        return self.make_requests(ids, self.prompts.settled(salted(params, prompt), ids), images)
+        return self._maker.of_prompt(prompt, params, number)
 
     def make_requests(self, ids: list[int], params: SamplingParams, images: Images | None = None) -> list[Request]:
         """n requests for a prompt and for options that have been checked, and hold tokens instead of text."""
-        self.engine.check(params)
-        seed = self.seed_of(params)
-        request_id = f"request-{next(self._ids)}"
-        requests = [self._request(f"{request_id}-{index}", ids, params, seed + index) for index in range(params.n)]
-        predicted = self._predicted(params)
-        for request in requests:
-            if predicted is not None:
-                request.prediction = Prediction(predicted, len(ids))
-            if images is not None:
-                request.images = images
-                request.unsplit = images.spans if vision_of(self.target).unsplit else ()
-        return requests
+        return self._maker.of_ids(ids, params, images)
 
     def seed_of(self, params: SamplingParams) -> int:
-        """The one that was asked for, or the next of this LLM's own."""
-        return params.seed if params.seed is not None else self._seeds.getrandbits(62)
-
-    def _request(self, request_id: str, ids: list[int], params: SamplingParams, seed: int) -> Request:
-        tokenizer = self.tokenizer
-        return Request(
-            request_id=request_id,
-            prompt=ids,
-            params=params,
-            seed=_wrap(seed),
-            end_ids=frozenset() if params.ignore_eos else self.end_ids,
-            text=TextStream(tokenizer, ids, params) if tokenizer is not None and params.detokenize else None,
-            bad_words=[list(map(int, word)) for word in params.bad_words],
-            guide=self._guide(params, ids) if params.guided is not None else None,
-        )
-
-    def _guide(self, params: SamplingParams, prompt: Sequence[int]) -> Guide:
-        assert params.guided is not None
-        with self._compiling:
-            guide = self.engine.guide(params.guided, prompt)
-        room = self.max_model_len - len(prompt)
-        guide.end_within(room if params.max_tokens is None else min(room, params.max_tokens))
-        return guide
-
-    def _predicted(self, params: SamplingParams) -> np.ndarray | None:
-        if not params.prediction or params.num_speculative_tokens == 0:
-            return None
-        if self.config.pipeline_parallel_size > 1 and self.engine.drafting.remembers:
-            return None  # the drafter is on another rank, and drafts alone
-        if self.engine.drafting.predicting is None:
-            raise ValueError(
-                "a prediction needs room for drafts, and none was reserved: use a drafter (a target with recurrent "
-                "states has no other room), or raise num_predicted_tokens"
-            )
-        return np.array(params.prediction, dtype=np.int64)
+        """The seed that was asked for, or the next of this LLM's own."""
+        return seed_of(params, self._seeds)
 
     @property
     def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text."""
         return self.engine.end_ids
-
-    def _take_in(self, prompt: Prompt, name: str) -> tuple[list[int], Images | None]:
-        """Token ids, and the images of a prompt {"prompt": ..., "multi_modal_data": {"image": ...}}."""
-        data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
-        if not data:
-            return self.prompts.ids(prompt, name), None
-        assert isinstance(prompt, Mapping)
-        PROMPT.settle(prompt, name)
-        unknown = sorted(set(data) - {"image"})
-        if unknown:
-            raise ValueError(f"{name}: multi_modal_data knows image only, not {', '.join(unknown)}")
-        pictures = data["image"] if isinstance(data["image"], list | tuple) else [data["image"]]
-        vision_of(self.target)
-        tokenizer = self.prompts.tokenizer_for(f"{name} with an image")
-        given = prompt.get("prompt_token_ids") or prompt["prompt"]
-        special = bool(prompt.get("add_special_tokens", True))
-        return prompt_with_images(given, pictures, self._vision_tower(), tokenizer, add_special_tokens=special)
-
-    def _vision_tower(self) -> VisionTower:
-        with self._seeing:
-            if self._tower is None:
-                checkpoint = open_checkpoint(self.config.model)
-                try:
-                    self._tower = VisionTower(checkpoint, self.target)
-                finally:
-                    checkpoint.close()
-            return self._tower
-
-    def _output(self, prompt: Prompt, requests: list[Request]) -> RequestOutput:
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
-        first = requests[0]
-        return RequestOutput(
-            request_id=first.request_id.rsplit("-", 1)[0],
-            prompt=text,
-            prompt_token_ids=list(first.prompt),
-            outputs=[request.output(index) for index, request in enumerate(requests)],
-            prompt_logprobs=list(first.prompt_logprobs) if first.params.prompt_logprobs is not None else None,
-            num_cached_tokens=first.num_cached,
-            finished=all(request.finished for request in requests),
-            metrics=metrics_of(requests),
-        )
-
-
-def _wrap(seed: int) -> int:
-    """Into int64."""
-    return (seed + 2**63) % 2**64 - 2**63

@@ -21,7 +21,7 @@ class Cell:
 
 def support_matrix() -> list[Cell]:
     return [
-        Cell(target, method, drafters[method].suits(targets[target]))
+        Cell(target, method, drafters[method].supports(targets[target]))
         for target in sorted(targets)
         for method in sorted(drafters)
     ]

@@ -53,7 +53,7 @@ class Histogram(Metric):
 
 
 class Figures:
-    """Of the requests that have ended. Any thread may count or read."""
+    """Figures of the requests that have ended. Any thread may count or read."""
 
     def __init__(self, model_name: str) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}

@@ -154,3 +154,19 @@ def metrics_of(requests: Sequence[Request]) -> RequestMetrics:
         num_generation_tokens=sum(each.num_outputs for each in requests),
         num_preemptions=sum(each.num_preemptions for each in requests),
     )
+
+
+def output_of(prompt: Prompt, requests: list[Request]) -> RequestOutput:
+    """What the requests of one prompt have come to."""
+    text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
+    first = requests[0]
+    return RequestOutput(
+        request_id=first.request_id.rsplit("-", 1)[0],
+        prompt=text,
+        prompt_token_ids=list(first.prompt),
+        outputs=[request.output(index) for index, request in enumerate(requests)],
+        prompt_logprobs=list(first.prompt_logprobs) if first.params.prompt_logprobs is not None else None,
+        num_cached_tokens=first.num_cached,
+        finished=all(request.finished for request in requests),
+        metrics=metrics_of(requests),
+    )

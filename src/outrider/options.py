@@ -141,7 +141,7 @@ class EngineOptions:
         return config
 
     def arguments(self) -> list[str]:
-        """The same choices on the command line of another command."""
+        """These choices as arguments of another command."""
         named = {
             "--model": self.model,
             "--draft": self.draft,

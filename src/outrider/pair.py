@@ -21,14 +21,14 @@ from outrider.checkpoints.loader import (
     building,
     can_keep_blocks,
     keeps_few_bits,
-    lives_in_target,
     load_weights,
+    weights_in_target,
 )
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.drafters.base import Drafter
 from outrider.drafters.predicted import with_predictions
 from outrider.engine.cache import NUM_MISSABLE
-from outrider.engine.cache_dtype import choose_pages
+from outrider.engine.cache_dtype import choose_pages, take_scales
 from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
 from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
@@ -142,7 +142,7 @@ def open_pair(
             if config.speculative.model is not None:
                 drafter_checkpoint = open_checkpoint(config.speculative.model)
                 kinds[drafter_checkpoint] = rounded_to(config.speculative.quantization, drafter_checkpoint)
-            elif lives_in_target(config.speculative):
+            elif weights_in_target(config.speculative):
                 drafter_checkpoint = checkpoint
         _check_activations(config, kinds)
         keeps = any(keeps_few_bits(source, config.torch_device, kind) for source, kind in kinds.items())
@@ -159,7 +159,7 @@ def open_pair(
         is_drafting = True
         if team is not None and team.num_stages > 1:
             split_layers(target, drafter, team.stage, team.num_stages, team.world)
-            is_drafting = drafter is None or drafter.from_text or team.stage == team.num_stages - 1
+            is_drafting = drafter is None or drafter.reads_tokens_only or team.stage == team.num_stages - 1
             if drafter is not None and not is_drafting:
                 drafter = AbsentDrafter(drafter)
         with startup.timed("models"):
@@ -175,6 +175,8 @@ def open_pair(
             budget = plan_memory(bounded, demand, _weight_bytes(loaded, config))
         with startup.timed("weights"):
             _load(loaded, progress, kinds, config)
+            for module, source in loaded:
+                take_scales(module, source)
         held = held_bytes(*(module for module, _ in loaded))
         if keeps:  # what it comes to is known only now
             budget = plan_memory(bounded, demand, held)
@@ -336,7 +338,7 @@ def _use_threads(config: EngineConfig) -> None:
     if config.threads is not None:
         threads.fix(config.threads)
     else:
-        threads.follow()
+        threads.adapt()
 
 
 def _predicting(config: EngineConfig, target: Target, drafter: Drafter | None) -> Drafter | None:

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from outrider.checkpoints.checkpoint import is_hub_id, load_tokenizer, open_checkpoint
-from outrider.checkpoints.loader import build_drafter, build_target, building, lives_in_target
+from outrider.checkpoints.loader import build_drafter, build_target, building, weights_in_target
 from outrider.config import EngineConfig
 from outrider.drafters.base import Sureness, drafters, recognised
 from outrider.models.base import Target
@@ -46,7 +46,7 @@ def check_drafter(config: EngineConfig) -> None:
         if settings.model is not None:
             other = open_checkpoint(settings.model)
         with building(torch.device("cpu"), torch.float32), WithoutMemory():
-            build_drafter(settings, target, checkpoint if lives_in_target(settings) else other)
+            build_drafter(settings, target, checkpoint if weights_in_target(settings) else other)
     finally:
         checkpoint.close()
         if other is not None:
@@ -54,7 +54,7 @@ def check_drafter(config: EngineConfig) -> None:
 
 
 def check_chat(model: str | Path) -> None:
-    """That a target has a chat template."""
+    """Raises ValueError for a target without a chat template."""
     checkpoint = open_checkpoint(model)
     try:
         tokenizer = load_tokenizer(checkpoint)
@@ -65,7 +65,7 @@ def check_chat(model: str | Path) -> None:
 
 
 def check_images(model: str | Path) -> None:
-    """That a target reads images."""
+    """Raises ValueError for a target that reads no images."""
     checkpoint = open_checkpoint(model)
     try:
         reads_images = _outline(checkpoint).vision is not None

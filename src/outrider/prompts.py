@@ -65,7 +65,7 @@ class Prompts:
                 )
 
     def check(self, ids: Sequence[int], name: str) -> None:
-        """That a prompt's tokens are some, and that they leave room for an answer."""
+        """Raises ValueError for a prompt without tokens, or one that leaves no room for an answer."""
         if len(ids) >= self.max_model_len:
             raise ContextOverflowError(
                 f"{name} has {len(ids)} tokens; this model's maximum context length is {self.max_model_len} tokens, of "

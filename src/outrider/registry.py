@@ -18,6 +18,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
         self._rules: list[Callable[[str], T | None]] = []
         self._derived: dict[str, T] = {}  # what the rules have answered
+        self.installed: set[str] = set()  # entries that packages bring: every process knows them
         self._broken: dict[str, str] = {}  # entry points that could not be loaded, and why
 
     def register(self, *names: str) -> Callable[[T], T]:
@@ -50,6 +51,7 @@ class Registry(Generic[T]):
         entry = point.load()
         if not isinstance(entry, type):
             raise ValueError("an entry point must name a class, as module:Class")
+        self.installed.add(point.name)
         if self._entries.get(point.name) is not entry:
             self.register(point.name)(cast(T, entry))
 

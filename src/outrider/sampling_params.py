@@ -18,6 +18,25 @@ MAX_N = 256
 MAX_WHITESPACE = 64
 PROMPT_TAIL = 16  # tokens at the end of a prompt that show whether it has opened what a grammar leaves free
 MAX_PREDICTION = 2**18  # characters; tokens may be bytes, so four times as many
+# the least and the most that a field may be, here and at the server
+BOUNDS: dict[str, tuple[float, float]] = {
+    "n": (1, MAX_N),
+    "temperature": (0.0, 100.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (-1, 2**31),
+    "min_p": (0.0, 1.0),
+    "seed": (-(2**63), 2**63 - 1),
+    "repetition_penalty": (1e-3, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "max_tokens": (1, 2**31),
+    "min_tokens": (0, 2**31),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "num_speculative_tokens": (0, 1024),
+    "logit_bias": (-1e4, 1e4),  # of each token
+    "max_whitespace": (1, MAX_WHITESPACE),  # of guided
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +60,7 @@ class Guided:
             raise ValueError(f"guided needs exactly one of {known}, not {', '.join(self._given) or 'none'}")
         if not isinstance(self.json_object, bool):
             raise ValueError(f"guided: json_object must be true or false, not {self.json_object!r}")
-        _check_range("guided: max_whitespace", self.max_whitespace, 1, MAX_WHITESPACE)
+        _check_range("guided: max_whitespace", self.max_whitespace, *BOUNDS["max_whitespace"])
         if not isinstance(self.json_schema, Mapping | str | None):
             raise ValueError(f"guided: json_schema must be a JSON object or its text, not {self.json_schema!r}")
         if not isinstance(self.structural_tag, Mapping | None):
@@ -161,13 +180,15 @@ class SamplingParams:
     num_speculative_tokens: int | None = None  # at most the engine's; 0: no speculation for this request
     prediction: str | Sequence[int] | None = None  # what the answer will be like, as text or token ids: is the draft
     tenant: str | None = None  # drafts learn from earlier requests of the same tenant only
+    learn: bool = False  # a drafter that learns online may learn from this answer
     trace: bool = False  # keep every round's draft and how much of it was accepted
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of a stream
 
     def __post_init__(self) -> None:
         self._fill_in()
-        for name, low, high in _RANGES:
-            _check_range(name, getattr(self, name), low, high)
+        for name, bounds in BOUNDS.items():
+            if name in vars(self) and name != "logit_bias":
+                _check_range(name, getattr(self, name), *bounds)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}): lower one of them"
@@ -195,10 +216,10 @@ class SamplingParams:
         if any(not word for word in self.bad_words):
             raise ValueError("bad_words holds an empty entry; remove it")
         for token, bias in (self.logit_bias or {}).items():
-            _check_range(f"logit_bias[{token}]", bias, -1e4, 1e4)
+            _check_range(f"logit_bias[{token}]", bias, *BOUNDS["logit_bias"])
 
     def _fill_in(self) -> None:
-        """None becomes the default; lists become its own."""
+        """Gives fields that are None their defaults, and copies lists."""
         for name, default in _DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
@@ -222,7 +243,7 @@ class SamplingParams:
         return cls(**given)
 
     def clone(self) -> SamplingParams:
-        """As they are now, checked again: anything may have been set."""
+        """A copy of the params as they are now, checked again: anything may have been set."""
         return replace(self)
 
     @property
@@ -237,22 +258,6 @@ _DEFAULTS = {
 }
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("n", 1, MAX_N),
-    ("temperature", 0.0, 100.0),
-    ("top_p", 1e-6, 1.0),
-    ("top_k", -1, 2**31),
-    ("min_p", 0.0, 1.0),
-    ("seed", -(2**63), 2**63 - 1),
-    ("repetition_penalty", 1e-3, 100.0),
-    ("presence_penalty", -100.0, 100.0),
-    ("frequency_penalty", -100.0, 100.0),
-    ("max_tokens", 1, 2**31),
-    ("min_tokens", 0, 2**31),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
-    ("num_speculative_tokens", 0, 1024),
-)
 _WHOLE = {
     "guided: max_whitespace",
     "n",

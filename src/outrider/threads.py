@@ -36,7 +36,7 @@ class Usage:
 
 
 def current_usage() -> Usage | None:
-    """None where the system does not say what others use."""
+    """How busy the machine is; None where the system does not say what others use."""
     if sys.platform != "linux":
         return None
     try:
@@ -89,7 +89,7 @@ class Threads:
         self._chosen: int | None = None  # by us; None: somebody has said how many
         self._usage: Usage | None = None
 
-    def follow(self) -> None:
+    def adapt(self) -> None:
         """From now on as many as there are to spare, at most what torch was going to use."""
         if self._most is not None:
             return
@@ -102,7 +102,7 @@ class Threads:
             torch.set_num_threads(self._chosen)
 
     def fix(self, count: int) -> None:
-        """So many, whatever the machine does."""
+        """Fixes the number of threads, whatever the machine does."""
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"threads must be a whole number of at least 1, not {count!r}")
         torch.set_num_threads(count)

@@ -177,7 +177,7 @@ class Sampling:
     frequency: Tensor  # [S]
     prompt_len: Tensor  # [S]
     min_len: Tensor  # [S] sequence length under which no end token may be chosen
-    end_ids: Tensor  # [S, E] ids barred while too short, padded with -1
+    end_ids: Tensor  # [S, E] ids banned while too short, padded with -1
     bias: Tensor | None  # [S, V] logit bias, -inf where a token is not allowed; None: nobody has one
     bad_words: Tensor | None  # [S, W, M] id sequences aligned right, padded with -1; None: nobody has any
     greedy: bool  # every request is greedy
@@ -187,7 +187,7 @@ class Sampling:
     extra: Mapping[str, Tensor] = field(default_factory=dict)  # [S] for each filter of kernels/filters.py
 
     @property
-    def adjusts(self) -> bool:
+    def needs_adjusting(self) -> bool:
         """Whether some request's logits are changed before a token is chosen."""
         return self.bias is not None or self.bad_words is not None or self.penalised or self.bounded
 

@@ -136,7 +136,7 @@ def open_pictures(pictures: Sequence[Picture]) -> list[Image]:
 
 
 def _opened(picture: Picture) -> Image:
-    """Its header has been read."""
+    """An image of which the header has been read."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from outrider.config import EngineConfig, config_from_json
 from outrider.engine.follower import Follower
 from outrider.engine.launched import launched_rank, meet, place_of
-from outrider.engine.team import Place, Team, join
+from outrider.engine.team import RankPlace, Team, join
 from outrider.pair import open_pair
 
 GRACE_SECONDS = 0.3
@@ -30,7 +30,7 @@ def main() -> None:
     told = json.loads(sys.stdin.buffer.readline())
     ending = threading.Thread(target=_end_with_starter, args=(told["directory"],), daemon=True)
     ending.start()
-    place = Place(**told["place"])
+    place = RankPlace(**told["place"])
     store = dist.FileStore(f"{told['directory']}/store", place.size)
     store.set(f"begun-{place.rank}", "1")
     status = 1
@@ -53,7 +53,7 @@ def _end_with_starter(directory: str) -> None:
 
 
 def serve(team: Team, device: str) -> None:
-    """One engine after another."""
+    """Serves one engine after another as a rank of it."""
     while True:
         message, _ = team.channel.receive()
         if message["do"] == "end":

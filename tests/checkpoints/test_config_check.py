@@ -18,12 +18,12 @@ from outrider.checkpoints.config_check import KEYS, checked_config
 SOURCE = Path(outrider.__file__).parent
 READERS = [
     *sorted((SOURCE / "models").glob("*.py")),
-    *(SOURCE / "drafters" / f"{name}.py" for name in ("head", "eagle", "eagle3", "eagle3_config", "dflash_config")),
-    *(SOURCE / "drafters" / f"{name}.py" for name in ("dflash_reader", "dflash2", "dspark", "p_eagle", "draft_model")),
+    *(SOURCE / "drafters" / f"{name}.py" for name in ("feedback", "eagle", "eagle3", "eagle3_config", "dflash_config")),
+    *(SOURCE / "drafters" / f"{name}.py" for name in ("dflash_layers", "dflash2", "dspark", "p_eagle", "draft_model")),
     *(SOURCE / "layers" / f"{name}.py" for name in ("rotary", "mla")),
     SOURCE / "pair.py",
 ]
-CALLS = {"get", "require", "refuse", "of_layers", "one", "found"}
+CALLS = {"get", "require", "refuse", "of_layers", "found"}
 # what is read by these words and needs no entry: compared with what is supported, checked elsewhere, or no key at all
 OTHER = {
     # any type: refuse() names them
@@ -33,7 +33,7 @@ OTHER = {
     "verifier", "name_or_path",
     # values that are supported, and what is no config
     "silu", "swish", "relu2", "vision", "greedy", "group_limited_greedy", "noaux_tc", "softmax", "sigmoid",
-    "image_grid_thw",
+    "image_grid_thw", "taps",
     # layers by kind, made by ourselves
     "theta", "mamba", "attention", "mlp", "moe",
 }  # fmt: skip
@@ -46,7 +46,8 @@ def read_in(path: Path) -> set[str]:
         given: list[ast.expr] = []
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            given = node.args if name in CALLS - {"get"} else node.args[:1] if name == "get" else []
+            of_reader = name == "get" and ast.unparse(node.func) == "reader.get"  # a field under several names
+            given = node.args if of_reader or name in CALLS - {"get"} else node.args[:1] if name == "get" else []
         elif isinstance(node, ast.Subscript):
             given = [node.slice]
         found |= {each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)}

@@ -27,9 +27,9 @@ from outrider.checkpoints.checkpoint import load_tokenizer, open_checkpoint
 from outrider.checkpoints.gguf import GgufCheckpoint
 from outrider.checkpoints.gguf_file import TENSOR_TYPES
 from outrider.checkpoints.gguf_weights import PLAIN_TYPES
+from outrider.detokenizer import Detokenizer
 from outrider.kernels import native
 from outrider.kernels.packed import Blocks, pack_blocks
-from outrider.tokenizer import Detokenizer
 
 QUANTISED = [name for name, block_len, _ in TENSOR_TYPES.values() if block_len > 1]
 

@@ -10,7 +10,7 @@ import torch
 from gguf_files import add_embedding, finish, minimal_writer, model_writer, real_file, tiny_model
 
 from outrider.checkpoints.checkpoint import load_tokenizer, open_checkpoint
-from outrider.tokenizer import Detokenizer
+from outrider.detokenizer import Detokenizer
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ROPE = {

@@ -18,8 +18,9 @@ from outrider.chat_template import ChatOptions
 from outrider.checkpoints.checkpoint import load_tokenizer, open_checkpoint
 from outrider.checkpoints.gguf_file import Metadata
 from outrider.checkpoints.gguf_tokenizer import build_tokenizer, tokenizer_at
+from outrider.detokenizer import Detokenizer
 from outrider.pair import DEFAULT_DIRECTORY
-from outrider.tokenizer import Detokenizer, Tokenizer
+from outrider.tokenizer import Tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, again and again",

@@ -27,7 +27,9 @@ PROMPTS = [[3, 4, 5, 6, 7, 3, 4, 5], [7, 8, 9], [20, 21, 20, 21, 20]]
 
 def combined(first: str, last: str, directory: Path, target: Callable[..., Path], family: str = "llama") -> Any:
     settings = drafter_settings(last, directory, target, family)
-    return {**settings, "method": f"{first}+{settings['method']}", "prompt_lookup_min": 1, "adaptive": False}
+    method = f"{first}+{settings['method']}"
+    of_ngram = {"prompt_lookup_min": 1} if "ngram" in method else {}
+    return {**settings, **of_ngram, "method": method, "adaptive": False}
 
 
 def ids(outputs: list[RequestOutput]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from samples import guide
 
 from outrider import LLM, RequestOutput, SamplingParams
 from outrider.drafters.dflash import DFlash
-from outrider.drafters.dflash_mask import LayerMask
+from outrider.drafters.dflash_layers import LayerMask
 from outrider.engine.policy import FixedDepth
 from outrider.kernels.sampling import gumbel
 from outrider.types import Draft, Hidden, Step, Verdict
@@ -283,7 +283,7 @@ def test_confidence_shortens_drafts(target_path: Callable[..., Path], tmp_path: 
         counts.add(count)
         length += entry["accepted"] + 1
     assert len(counts) > 1
-    with pytest.raises(ValueError, match="confidence_threshold must be from 0 to 1, not 2"):
+    with pytest.raises(ValueError, match="confidence_threshold must be a number from 0 to 1, not 2"):
         LLM(target_path("llama"), {**settings(path), "confidence_threshold": 2.0}, **SMALL)
 
 
@@ -401,7 +401,7 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
     "no window": ({"layer_types": [SLIDING, FULL]}, "no sliding_window"),
     "layer types": ({"layer_types": [FULL]}, "layer_types must name 2 layers"),
     "unknown layer type": ({"layer_types": [FULL, "linear_attention"]}, "among them linear_attention"),
-    "bias": ({"attention_bias": True}, "attention_bias=True, but the tensors say False"),
+    "bias": ({"attention_bias": True}, "attention_bias says True, but the tensors say False"),
     "sinks": (nested(attention_sink_bias=True), "attention_sink_bias is True, but the tensors say False"),
     "no rope": ({"rope_theta": None}, "names no rope_theta"),
     "rope of one kind": (
@@ -491,6 +491,7 @@ READINGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "windows causal": ("all_sliding", {"causal": (True, True)}, '"sliding_window_non_causal": false'),
     "windows from the anchor": ("sliding_both_ways", {"anchored": True}, '"window_from_anchor": true'),
     "windows from every row": ("anchored", {"anchored": False}, '"window_from_anchor": false'),
+    "no windows": ("sliding_is_causal", {"windows": (0, 0), "causal": (False, False)}, "layer_types to full_attention"),
     "last tap after the final norm": ("last_tap", {}, '"tap_after_final_norm": true'),
 }
 

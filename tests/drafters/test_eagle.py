@@ -131,8 +131,8 @@ def test_readings_change_what_is_meant(target_path: TargetPath, tmp_path: Path) 
 
 
 BROKEN = {
-    "bias": ({}, {"bias": True}, "bias=True, but the tensors say False"),
-    "norm": ({}, {"use_last_layernorm": True}, r"use_last_layernorm=True.*norm\.weight"),
+    "bias": ({}, {"bias": True}, "bias says True, but the tensors say False"),
+    "norm": ({}, {"use_last_layernorm": True}, r"use_last_layernorm says True.*norm\.weight"),
     "surplus": ({"mystery.weight": torch.zeros(3)}, {}, r"mystery\.weight"),
     "misshapen": ({"fc.weight": torch.zeros(64, 192)}, {}, r"fc\.weight has shape"),
     "other target": ({}, {"hidden_size": 128}, "hidden_size is 128, the target's 64"),

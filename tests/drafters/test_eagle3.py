@@ -10,12 +10,13 @@ import eagle3_reference as slow
 import pytest
 import tiny
 import torch
-from rounds import Expected, check_logits, check_rounds
+from rounds import Expected, check_logits, check_rounds, generate
 
 from outrider import LLM, SamplingParams
 from outrider.drafters.eagle3 import Eagle3
 from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
+from outrider.kernels.chain import NativeChain
 from outrider.layers.cached import cached_layers
 
 TAPS = [1, 2, 4]
@@ -184,7 +185,7 @@ CONFLICTS = {
     "both norms": ({"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
     "flag differs": ({"norm_before_fc": True, "eagle_config": {"norm_before_fc": False}}, "given twice and differs"),
     "target size": ({"target_hidden_size": 128}, "hidden size 128, this one has 64"),
-    "bias": ({"attention_bias": True}, "attention_bias=True, but the tensors say False"),
+    "bias": ({"attention_bias": True}, "attention_bias says True, but the tensors say False"),
     "vocabulary without map": ({"draft_vocab_size": 100}, "no d2t tensor"),
     "missing norm": ({"fc_norm": True}, "lacks tensor fc_norm.0.weight"),
     "misshapen": ({"intermediate_size": 100}, "gate_proj.weight"),
@@ -373,3 +374,20 @@ def test_following_remembers_what_drafting_would(layers: int, target_path: Calla
     assert len(found[0]) == 2 * layers
     assert all(map(torch.equal, *found))
     assert all(page.any() for page in found[0])
+
+
+@pytest.mark.parametrize("name", ["plain", "norm_output", "absolute_ids", "logit_scale"])
+def test_one_native_call_drafts_what_single_steps_draft(
+    name: str, target_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests at different places; the bits of a state decide where tokens are close."""
+    path, _ = make(tmp_path / "head", OPTIONS[name])
+    settings = {"method": "eagle3", "model": str(path)}
+    calls: list[int] = []
+    run = NativeChain.__call__
+    monkeypatch.setattr(NativeChain, "__call__", lambda self, *given: calls.append(len(given[0])) or run(self, *given))
+    native = [each.trace for each in generate(target_path("llama"), settings)]
+    assert len(calls) > 20
+    assert set(calls) == {3}
+    monkeypatch.setattr(Eagle3, "native_chain", lambda self: None)
+    assert [each.trace for each in generate(target_path("llama"), settings)] == native

@@ -36,11 +36,13 @@ def obvious(tokens: list[int], shortest: int, longest: int, depth: int) -> list[
 )
 def test_against_the_obvious_loop(texts: list[list[int]], shortest: int, extra: int, depth: int) -> None:
     drafter = Ngram(
-        SpeculativeConfig(
-            method="ngram",
-            num_speculative_tokens=depth,
-            prompt_lookup_min=shortest,
-            prompt_lookup_max=shortest + extra,
+        SpeculativeConfig.from_dict(
+            {
+                "method": "ngram",
+                "num_speculative_tokens": depth,
+                "prompt_lookup_min": shortest,
+                "prompt_lookup_max": shortest + extra,
+            }
         )
     )
     table = torch.full((len(texts), 40), 9)

@@ -182,7 +182,7 @@ def test_where_a_setting_was_read(target_path: Callable[..., Path], tmp_path: Pa
     with LLM(target_path("llama"), {"model": str(path)}, max_model_len=64) as llm:
         assert llm.drafter is not None
         said = llm.drafter.provenance()
-    assert said["mask_token"] == Resolved(tiny.VOCAB - 1, "pard_token and ptd_token_id")
+    assert said["mask_token"] == Resolved(tiny.VOCAB - 1, "config.json pard_token and config.json ptd_token_id")
     assert said["norm_before_residual"].source == "default of P-EAGLE"
 
 
@@ -212,9 +212,9 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Tensor | None], dict[str, Any]
         {"ptd_token_id": None},
         {},
         {},
-        "dflash_config.mask_token_id, mask_token_id, dspark_noise_token_id, pard_token, ptd_token_id",
+        "as one of mask_token_id, dspark_noise_token_id, pard_token, ptd_token_id",
     ),
-    "two mask tokens": ({"pard_token": 5}, {}, {}, "pard_token = 5, ptd_token_id = 77"),
+    "two mask tokens": ({"pard_token": 5}, {}, {}, "pard_token says 5, config.json ptd_token_id says 77"),
     "mask token out of range": ({"ptd_token_id": tiny.VOCAB}, {}, {}, f"ids are 0..{tiny.VOCAB - 1}"),
     "mask token no number": ({"ptd_token_id": "77"}, {}, {}, "ptd_token_id must be a whole number .*, not '77'"),
     "no mask_hidden": ({}, {"mask_hidden": None}, {}, "lacks tensor mask_hidden"),

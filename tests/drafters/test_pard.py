@@ -77,14 +77,14 @@ def test_the_first_token_is_the_one_of_a_plain_draft_model(target_path: Callable
     with LLM(path, settings, max_model_len=96) as llm:
         (output,) = llm.generate([PROMPTS[0]], SEEDED)
         assert llm.drafter is not None
-        assert llm.drafter.provenance()["mask_token"] == Resolved(MASK, "pard_token")
+        assert llm.drafter.provenance()["mask_token"] == Resolved(MASK, "config.json pard_token")
     rounds = output.outputs[0].trace or []
     assert all(entry["accepted"] for entry in rounds if entry["draft"])
 
 
 BROKEN = {
-    "no mask token": ({}, "which token stands for the ones to be drafted in parallel"),
-    "two mask tokens": ({"pard_token": 5, "ptd_token_id": 6}, "pard_token = 5, ptd_token_id = 6"),
+    "no mask token": ({}, "must give the mask token's id as one of"),
+    "two mask tokens": ({"pard_token": 5, "ptd_token_id": 6}, "pard_token says 5, config.json ptd_token_id says 6"),
     "mask token out of range": ({"pard_token": tiny.VOCAB}, f"ids are 0..{tiny.VOCAB - 1}"),
 }
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from samples import METHODS, drafter_settings, guide, sample_target, suits
 
 from outrider import LLM, Guided, RequestOutput, SamplingParams
-from outrider.drafters.predicted import LONGEST, SHORTEST, continuation, follow
+from outrider.drafters.predicted import LONGEST, SHORTEST, align, continuation
 from outrider.engine.pages import PagePool
 from outrider.engine.request import Request
 from outrider.engine.runner import Runner
-from outrider.engine.scheduler import Limits, Scheduler
+from outrider.engine.scheduler import Scheduler, SchedulerLimits
 from outrider.prompts import tokens_after
 from outrider.sampling_params import MAX_PREDICTION
 from outrider.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ def test_the_place_is_the_slow_one_s(prediction: list[int], chunks: list[list[in
         recent = ([9] * 5 + slow.answer)[-(LONGEST + 8 + 1) :]  # the end of the prompt may be among them
         if len(new) > len(recent):
             return
-        follow(fast, len(slow.answer), recent)
+        align(fast, len(slow.answer), recent)
         assert (fast.place, fast.num_agreed) == (slow.place, slow.agreed)
         for most in (0, 1, 4, 100):
             assert continuation(fast, most).tolist() == slow.draft(most)
@@ -99,10 +99,10 @@ def test_the_place_is_the_slow_one_s(prediction: list[int], chunks: list[list[in
 
 def test_a_step_that_is_done_again_does_no_harm() -> None:
     prediction = Prediction(np.arange(50), begin=0)
-    follow(prediction, 10, list(range(10)))
-    follow(prediction, 14, list(range(14)))
+    align(prediction, 10, list(range(10)))
+    align(prediction, 14, list(range(14)))
     for length in (14, 10, 12):
-        follow(prediction, length, list(range(length)))
+        align(prediction, length, list(range(length)))
         assert continuation(prediction, 3).tolist() == [length, length + 1, length + 2]
 
 
@@ -240,7 +240,7 @@ def test_others_pay_nothing(target_path: Callable[..., Path], monkeypatch: pytes
 
 def test_every_request_moves_in_every_step() -> None:
     """Long drafts leave room for those who come after them."""
-    limits = Limits(max_num_seqs=5, max_num_batched_tokens=11, max_model_len=400, page_size=4, lookahead=1)
+    limits = SchedulerLimits(max_num_seqs=5, max_num_batched_tokens=11, max_model_len=400, page_size=4, lookahead=1)
     scheduler = Scheduler(limits, PagePool(500))
     requests = [Request(f"r{number}", [1], SamplingParams(max_tokens=300), seed=0) for number in range(5)]
     for request in requests:

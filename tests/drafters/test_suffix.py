@@ -14,10 +14,10 @@ from outrider import LLM, SamplingParams
 from outrider.drafters.suffix import Suffix
 from outrider.drafters.suffix_tree import (
     NO_CHILDREN,
-    Guess,
     Lengths,
     Node,
     SuffixCache,
+    SuffixGuess,
     SuffixTree,
     TextFollower,
     TreeFollower,
@@ -188,7 +188,7 @@ def test_a_request_that_was_of_use_stays_longer() -> None:
             used = cache.guess(np.array([10, 11, 12]), None, Lengths(3))
             assert used.tokens == (13, 14, 15)
     assert cache.guess(np.array([10, 11, 12]), None, Lengths(3)).tokens == (13, 14, 15)
-    assert cache.guess(np.array([20, 21, 22]), None, Lengths(3)) == Guess()
+    assert cache.guess(np.array([20, 21, 22]), None, Lengths(3)) == SuffixGuess()
 
 
 # in the engine

@@ -38,7 +38,7 @@ def registered() -> Iterator[None]:
 
 
 class Careless(Drafter):
-    from_text = True
+    reads_tokens_only = True
     mistake: Callable[[Draft], Draft] = staticmethod(lambda draft: draft)
 
     def __init__(self, lookahead: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.engine.pages import PagePool
 from outrider.engine.request import Request, Residence, Status, Work
-from outrider.engine.scheduler import Limits, Scheduler
+from outrider.engine.scheduler import Scheduler, SchedulerLimits
 from outrider.sampling_params import SamplingParams
 
 NOWHERE = {name: value for name, value in vars(Residence()).items() if name not in ("marks", "is_followed")}
@@ -76,7 +76,7 @@ def test_everyone_finishes(
     num_prompt_rows: int,
     data: st.DataObject,
 ) -> None:
-    limits = Limits(
+    limits = SchedulerLimits(
         4, max(budget, 4 * (1 + lookahead)), 48, 4, lookahead, caching, num_prompt_rows, round_sizes=(4, 8, 16)
     )
     scheduler, device = Scheduler(limits, PagePool(num_pages)), Device(data)
@@ -124,7 +124,7 @@ def test_everyone_finishes(
 def test_prompts_beside_decoding_are_read_in_parts() -> None:
     """Alone a burst is read as fast as it can be; once somebody decodes, rounds are filled up to the largest size that
     leaves about so many rows to prompts."""
-    limits = Limits(9, 100, 48, 4, 0, prefix_caching=False, num_prompt_rows=24, round_sizes=(8, 16, 32))
+    limits = SchedulerLimits(9, 100, 48, 4, 0, prefix_caching=False, num_prompt_rows=24, round_sizes=(8, 16, 32))
     scheduler = Scheduler(limits, PagePool(200))
     first = make_request(0, 40, 4)
     scheduler.add(first)
@@ -137,7 +137,7 @@ def test_prompts_beside_decoding_are_read_in_parts() -> None:
 
 def test_where_more_prompts_wait_than_can_be_read_it_is_crowded() -> None:
     """Once somebody decodes; unless drafts are few beside the prompts."""
-    limits = Limits(64, 4096, 4096, 16, 4, prefix_caching=False, num_prompt_rows=256)
+    limits = SchedulerLimits(64, 4096, 4096, 16, 4, prefix_caching=False, num_prompt_rows=256)
     scheduler = Scheduler(limits, PagePool(4096))
     for number in range(5):
         scheduler.add(make_request(number, 10, 4))
@@ -166,7 +166,7 @@ def run_round(scheduler: Scheduler) -> list[Work]:
 
 
 def test_abort_frees_everything() -> None:
-    scheduler = Scheduler(Limits(2, 64, 48, 4, 0), PagePool(20))
+    scheduler = Scheduler(SchedulerLimits(2, 64, 48, 4, 0), PagePool(20))
     requests = [make_request(number, 6, 4) for number in range(3)]
     for request in requests:
         scheduler.add(request)
@@ -181,7 +181,7 @@ def test_abort_frees_everything() -> None:
 
 
 def test_decoding_is_not_delayed_by_long_prompts() -> None:
-    scheduler = Scheduler(Limits(4, 8, 400, 4, 0), PagePool(200))
+    scheduler = Scheduler(SchedulerLimits(4, 8, 400, 4, 0), PagePool(200))
     short, long = make_request(0, 2, 50), make_request(1, 300, 5)
     scheduler.add(short)
     (work,) = scheduler.next(0).work
@@ -199,7 +199,7 @@ def test_decoding_is_not_delayed_by_long_prompts() -> None:
 
 def test_no_round_is_planned_for_what_surely_ends() -> None:
     """A round under way brings one token at least, so one that may bring only one more is left alone."""
-    scheduler = Scheduler(Limits(4, 64, 400, 4, 0), PagePool(200))
+    scheduler = Scheduler(SchedulerLimits(4, 64, 400, 4, 0), PagePool(200))
     request = make_request(0, 6, 2)
     scheduler.add(request)
     for expected in (6, 1):
@@ -211,7 +211,7 @@ def test_no_round_is_planned_for_what_surely_ends() -> None:
 
 def test_whoever_does_without_the_drafter_finds_what_it_has_seen() -> None:
     """And not the other way round: its own memory of those pages would be missing."""
-    limits = Limits(4, 64, 48, 4, 0, prefix_caching=True)
+    limits = SchedulerLimits(4, 64, 48, 4, 0, prefix_caching=True)
     scheduler = Scheduler(limits, PagePool(60))
 
     def run(number: int, prompt: list[int], *, followed: bool) -> int:

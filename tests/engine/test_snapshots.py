@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.engine.pages import PagePool
 from outrider.engine.request import Request, Work
-from outrider.engine.scheduler import Limits, Plan, Scheduler
+from outrider.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from outrider.engine.snapshot_pool import SnapshotPool
 from outrider.engine.snapshots import Snapshots
 from outrider.sampling_params import SamplingParams
@@ -22,7 +22,7 @@ PAGE_SIZE, NUM_MISSABLE = 4, 24
 GARBAGE = ("after a draft that was rejected",)
 
 
-def scheduler_of(limits: Limits, num_pages: int, num_places: int, interval: int) -> Scheduler:
+def scheduler_of(limits: SchedulerLimits, num_pages: int, num_places: int, interval: int) -> Scheduler:
     snapshots = Snapshots(num_places, limits.page_size, interval)
     return Scheduler(limits, PagePool(num_pages, snapshots.pool.forget), snapshots)
 
@@ -175,7 +175,7 @@ def test_what_is_restored_is_the_state_of_the_text(
     seed: int, lookahead: int, num_pages: int, num_places: int, interval: int, budget: int, max_flying: int, seats: int
 ) -> None:
     chance = random.Random(seed)
-    limits = Limits(seats, max(budget, 4 * (1 + lookahead)), 140, PAGE_SIZE, lookahead)
+    limits = SchedulerLimits(seats, max(budget, 4 * (1 + lookahead)), 140, PAGE_SIZE, lookahead)
     scheduler = scheduler_of(limits, num_pages, num_places, interval)
     params = SamplingParams(max_tokens=20)
     prompts = texts(chance, 14)
@@ -195,7 +195,7 @@ def test_many_are_restored() -> None:
     total = 0
     for seed in range(20):
         chance = random.Random(seed)
-        scheduler = scheduler_of(Limits(4, 40, 110, PAGE_SIZE, 3), 100, 20, 8)
+        scheduler = scheduler_of(SchedulerLimits(4, 40, 110, PAGE_SIZE, 3), 100, 20, 8)
         params = SamplingParams(max_tokens=16)
         requests = [Request(f"{n}", text, params, seed=0) for n, text in enumerate(texts(chance, 14))]
         total += run(scheduler, requests, chance, 2).num_restored
@@ -242,7 +242,7 @@ def wanted_by(scheduler: Scheduler, prompt: list[int], say: int = 8) -> list[lis
 
 def test_where_they_are_taken() -> None:
     """At the prompt's last page end; at intervals, but not right before that one; and where another text parted."""
-    limits = Limits(4, 64, 400, 4, 0)
+    limits = SchedulerLimits(4, 64, 400, 4, 0)
     scheduler = scheduler_of(limits, 400, 40, 16)
     prompt = list(range(100))
     # the second part has 36 rows; 112 is in the answer, and 96 the last page end that leaves a token to run
@@ -264,7 +264,7 @@ def test_where_they_are_taken() -> None:
 
 def test_passing_ones_give_way() -> None:
     """A long text keeps its end, and takes no more than two places of others for what is on the way."""
-    scheduler = scheduler_of(Limits(4, 32, 4000, 4, 0), 2000, 9, 16)
+    scheduler = scheduler_of(SchedulerLimits(4, 32, 4000, 4, 0), 2000, 9, 16)
     for number in range(6):
         wanted_by(scheduler, [number] * 14 + [1], say=1)
     assert scheduler.snapshots is not None
@@ -282,7 +282,7 @@ def test_passing_ones_give_way() -> None:
 
 
 def test_a_page_that_goes_takes_its_snapshot_along() -> None:
-    scheduler = scheduler_of(Limits(2, 64, 60, 4, 0), 20, 10, 16)
+    scheduler = scheduler_of(SchedulerLimits(2, 64, 60, 4, 0), 20, 10, 16)
     wanted_by(scheduler, list(range(30)), say=1)
     assert scheduler.snapshots is not None
     pool = scheduler.snapshots.pool
@@ -296,7 +296,7 @@ def test_a_page_that_goes_takes_its_snapshot_along() -> None:
 
 def test_starting_over_forgets_them() -> None:
     """Those that it went on from, and those that it has had taken, also where the pages' names are another's."""
-    scheduler = scheduler_of(Limits(2, 64, 200, 4, 0), 100, 10, 64)
+    scheduler = scheduler_of(SchedulerLimits(2, 64, 200, 4, 0), 100, 10, 64)
     wanted_by(scheduler, list(range(40)), say=1)
     assert scheduler.snapshots is not None
     pool = scheduler.snapshots.pool
@@ -321,7 +321,7 @@ def test_starting_over_forgets_them() -> None:
 
 def test_the_device_is_told_of_no_more_while_the_drafter_rests() -> None:
     """It must still find, when the drafter has caught up, where each was wanted."""
-    scheduler = scheduler_of(Limits(1, 64, 200, 4, 0), 100, 30, 4)
+    scheduler = scheduler_of(SchedulerLimits(1, 64, 200, 4, 0), 100, 30, 4)
     request = Request("one", [1, 2], SamplingParams(max_tokens=60), seed=0)
     scheduler.add(request)
     found = []

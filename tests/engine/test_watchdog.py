@@ -15,8 +15,15 @@ from outrider.config import SpeculativeConfig, WatchdogConfig
 from outrider.drafters.base import Drafter
 from outrider.engine.pages import PagePool
 from outrider.engine.request import Request
-from outrider.engine.scheduler import Limits, Scheduler
-from outrider.engine.watchdog import CONTEXTS, LONGEST_REST, MAX_FAILED_REBUILDS, Standing, Watchdog, context_bucket
+from outrider.engine.scheduler import Scheduler, SchedulerLimits
+from outrider.engine.watchdog import (
+    CONTEXTS,
+    LONGEST_PAUSE,
+    MAX_FAILED_REBUILDS,
+    RequestHealth,
+    Watchdog,
+    context_bucket,
+)
 from outrider.layers.cached import cached_layers
 from outrider.pair import DEFAULT_DIRECTORY
 from outrider.types import Draft, Hidden, Step, Verdict
@@ -151,11 +158,11 @@ def test_in_company_only_the_dead_start_over(truth: dict[int, list[int]]) -> Non
 
 
 def test_a_drafter_beyond_repair_rests_and_is_tried_again(truth: dict[int, list[int]]) -> None:
-    settings = WatchdogConfig(rest=10)
+    settings = WatchdogConfig(pause=10)
     with LLM(None, ALWAYS, watchdog=settings) as llm:
         request = start(llm, replace(LONG, trace=True))
         with babbling(llm.drafter):
-            run(llm, lambda: request.standing.is_resting)
+            run(llm, lambda: request.standing.is_paused)
             assert llm.engine.watchdog is not None
             counts = llm.engine.watchdog.counts
             assert (counts.rebuilds, counts.fallbacks, counts.recoveries) == (1, 1, 0)
@@ -177,12 +184,12 @@ def test_predictions_are_used_while_the_drafter_rests(truth: dict[int, list[int]
     prediction = truth[3][:10] + [5] * 3 + truth[3][150:]
     with LLM(None, ALWAYS) as llm, babbling(llm.drafter):
         request = start(llm, replace(LONG, prediction=prediction))
-        run(llm, lambda: request.standing.is_resting)
+        run(llm, lambda: request.standing.is_paused)
         assert request.num_outputs < 150
         run(llm, lambda: request.finished)
         assert request.num_predicted_accepted > 100
         assert request.outputs == truth[3]
-        assert request.standing.rest > 0, "what was predicted says nothing about the drafter"
+        assert request.standing.pause > 0, "what was predicted says nothing about the drafter"
 
 
 def test_without_memory_there_is_nothing_to_rebuild(truth: dict[int, list[int]]) -> None:
@@ -209,7 +216,7 @@ def test_who_forces_a_drafter_has_it(truth: dict[int, list[int]]) -> None:
 
 def test_who_starts_over_takes_no_page_of_others() -> None:
     """Two requests with the same prompt: pages of the first are found under the names that those of the second had."""
-    scheduler = Scheduler(Limits(2, 64, 48, 4, 0), PagePool(40))
+    scheduler = Scheduler(SchedulerLimits(2, 64, 48, 4, 0), PagePool(40))
     first, second = (Request(name, list(range(10)), SamplingParams(max_tokens=20), seed=0) for name in ("a", "b"))
     for request in (first, second):
         scheduler.add(request)
@@ -239,10 +246,10 @@ def watchdog(clock: Callable[[], float] | None = None, **settings: Any) -> Watch
     )
 
 
-def rounds(dog: Watchdog, standing: Standing, count: int, accepted: int, context_len: int = 100) -> None:
+def rounds(dog: Watchdog, standing: RequestHealth, count: int, accepted: int, context_len: int = 100) -> None:
     for _ in range(count):
         standing.needs_rebuild = False
-        if standing.is_resting:
+        if standing.is_paused:
             dog.plain_round(standing)
         else:
             dog.drafted_round(standing, "r", context_len, (5, accepted))
@@ -250,7 +257,7 @@ def rounds(dog: Watchdog, standing: Standing, count: int, accepted: int, context
 
 def test_when_a_request_counts_as_dead() -> None:
     dog = watchdog()
-    beginner, veteran = Standing(), Standing()
+    beginner, veteran = RequestHealth(), RequestHealth()
     rounds(dog, beginner, 35, 0)
     assert not beginner.rebuilt
     rounds(dog, beginner, 1, 0)
@@ -260,7 +267,7 @@ def test_when_a_request_counts_as_dead() -> None:
     assert not veteran.rebuilt
     rounds(dog, veteran, 10, 0)
     assert veteran.rebuilt
-    now_and_then = Standing()
+    now_and_then = RequestHealth()
     for _ in range(200):  # one token in four rounds is little, and not nothing
         rounds(dog, now_and_then, 3, 0)
         rounds(dog, now_and_then, 1, 1)
@@ -268,21 +275,21 @@ def test_when_a_request_counts_as_dead() -> None:
 
 
 def test_rests_grow_and_end() -> None:
-    dog, standing = watchdog(rest=4), Standing()
+    dog, standing = watchdog(pause=4), RequestHealth()
     lengths, resting = [], 0
     for _ in range(2000):
         rounds(dog, standing, 1, 0)
-        if standing.is_resting:
+        if standing.is_paused:
             resting = max(resting, standing.plain_rounds)
         elif resting:
             lengths.append(resting)
             resting = 0
     assert lengths[:5] == [4, 8, 16, 32, 64]
-    assert set(lengths[4:]) == {4 * LONGEST_REST}
+    assert set(lengths[4:]) == {4 * LONGEST_PAUSE}
     assert dog.counts.fallbacks == dog.counts.rebuilds == 1
     rounds(dog, standing, 300, 3)
     assert dog.counts.recoveries == 1
-    assert not standing.is_resting
+    assert not standing.is_paused
     rounds(dog, standing, 60, 0)
     assert (dog.counts.fallbacks, dog.counts.rebuilds) == (2, 1), "it is rebuilt once in its life"
 
@@ -290,13 +297,13 @@ def test_rests_grow_and_end() -> None:
 def test_rebuilds_that_never_help_are_given_up() -> None:
     dog = watchdog()
     for _ in range(10):
-        rounds(dog, Standing(), 80, 0, context_len=5000)
+        rounds(dog, RequestHealth(), 80, 0, context_len=5000)
     assert dog.counts.rebuilds == MAX_FAILED_REBUILDS
     assert dog.counts.fallbacks == 10
-    rounds(dog, Standing(), 80, 0, context_len=100)
+    rounds(dog, RequestHealth(), 80, 0, context_len=100)
     assert dog.counts.rebuilds == MAX_FAILED_REBUILDS + 1, "other lengths are another matter"
-    rounds(dog, Standing(), 200, 2, context_len=5000)
-    rounds(dog, Standing(), 50, 0, context_len=5000)
+    rounds(dog, RequestHealth(), 200, 2, context_len=5000)
+    rounds(dog, RequestHealth(), 50, 0, context_len=5000)
     assert dog.counts.rebuilds == MAX_FAILED_REBUILDS + 2, "where drafts are accepted, memory may be what ails"
 
 
@@ -306,23 +313,23 @@ def test_alarms() -> None:
     def events() -> list[tuple[str, bool]]:
         return [(each.event, each.is_alarm) for each in dog.take_notices() if each.event.startswith("acceptance")]
 
-    rounds(dog, Standing(), 100, 1)
+    rounds(dog, RequestHealth(), 100, 1)
     assert events() == []
     for _ in range(10):
-        rounds(dog, Standing(), 30, 0)  # none of them lives long enough to be judged alone
+        rounds(dog, RequestHealth(), 30, 0)  # none of them lives long enough to be judged alone
     assert dog.is_dead
     assert events() == [("acceptance_dead", True)]
-    rounds(dog, Standing(), 100, 2)
+    rounds(dog, RequestHealth(), 100, 2)
     assert not dog.is_dead
     assert events() == [("acceptance_alive", False)]
-    looping = Standing()
+    looping = RequestHealth()
     rounds(dog, looping, 100, 5)
     assert events() == [("acceptance_suspicious", True)], "once for each request"
-    assert not looping.is_resting
-    rounds(dog, Standing(), 400, 5)
+    assert not looping.is_paused
+    rounds(dog, RequestHealth(), 400, 5)
     assert events() == [("acceptance_suspicious", True)] * 2, "this one, and then all together"
     assert dog.is_suspicious
-    rounds(dog, Standing(), 400, 5)
+    rounds(dog, RequestHealth(), 400, 5)
     assert events() == []
 
 
@@ -331,7 +338,7 @@ def test_suspicions_are_told_now_and_then() -> None:
     moments = iter(range(10**6))
     dog = watchdog(clock=lambda: next(moments) / 10, engine_window=10**6)
     for _ in range(1200):
-        rounds(dog, Standing(), 80, 5)
+        rounds(dog, RequestHealth(), 80, 5)
     told = [each.event for each in dog.take_notices()]
     seconds = next(moments) / 10
     assert told == ["acceptance_suspicious"] * len(told)
@@ -341,20 +348,20 @@ def test_suspicions_are_told_now_and_then() -> None:
         with LLM(None, vars(settings) | {"adaptive": False}, max_model_len=256) as llm:
             dog = llm.engine.watchdog
             assert dog is not None
-            rounds(dog, Standing(), 200, 5)
+            rounds(dog, RequestHealth(), 200, 5)
             assert bool(dog.take_notices()) is suspects
 
 
 def test_notices_are_bounded_and_settings_are_checked() -> None:
     dog = watchdog(window=1, engine_window=1)
-    rounds(dog, Standing(), 3000, 0)
+    rounds(dog, RequestHealth(), 3000, 0)
     for _ in range(3000):
-        rounds(dog, Standing(), 1, 5)
-        rounds(dog, Standing(), 1, 0)
+        rounds(dog, RequestHealth(), 1, 5)
+        rounds(dog, RequestHealth(), 1, 0)
     assert len(dog.take_notices()) == 1000
     for wrong in (
         {"window": 0},
-        {"rest": 1.5},
+        {"pause": 1.5},
         {"dead_acceptance": 0},
         {"suspicious_share": 2},
         {"engine_window": True},

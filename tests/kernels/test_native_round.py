@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_triton import DEVICE
 from test_triton_round import (
     CATCHING,
+    HIDDEN,
     LOOKAHEAD,
     ROUNDS,
+    TAPS,
     check_lay_out,
     make_cache,
     make_step,
@@ -64,3 +68,38 @@ def test_extension(people: list[list[int]], shape: RoundShape, catching: tuple[i
     assert last.equal(wanted_last)
     for name, value in vars(wanted).items():
         assert vars(rows)[name].equal(value), name
+
+
+@pytest.mark.parametrize("num_carried", [1, 3])
+@pytest.mark.parametrize(("people", "shape"), ROUNDS)
+def test_taps_that_are_kept(people: list[list[int]], shape: RoundShape, num_carried: int) -> None:
+    ours, theirs = make_cache(num_carried), make_cache(num_carried)
+    step = make_step(ours, people, shape)
+    verdict = rounds.judge_reference(step, right_choices(step, 3))
+    taps, carried = torch.randn(shape.num_rows, TAPS, HIDDEN), ours.carry[step.batch.slots]
+    native_round.keep_taps(step, taps, carried, verdict, (ours.carry, ours.tails))
+    rounds.keep_taps_reference(step, taps, carried, verdict, (theirs.carry, theirs.tails))
+    assert ours.carry[:-1].equal(theirs.carry[:-1])
+    assert ours.tails[1:].equal(theirs.tails[1:])
+
+
+@pytest.mark.parametrize("catching", CATCHING)
+@pytest.mark.parametrize(("people", "shape"), ROUNDS)
+def test_taps_of_the_rows_before(people: list[list[int]], shape: RoundShape, catching: tuple[int, ...]) -> None:
+    cache, how = make_cache(3), rounds.Catching(*catching)
+    step = make_step(cache, people, shape)
+    rounds.judge_reference(step, right_choices(step, 4))
+    rows, _ = rounds.extension_rows_reference(step, how)
+    batch = replace(step.batch, request=rows.request, query_start=rows.query_start)
+    taps, carried = torch.randn(shape.num_rows, TAPS, HIDDEN), cache.carry[step.batch.slots]
+    found = native_round.shift_taps(step, taps, carried, batch, how.back)
+    inside = int(rows.query_start[-1])
+    assert found[:inside].equal(rounds.shift_taps_reference(step, taps, carried, batch, how.back)[:inside])
+
+
+@pytest.mark.parametrize(("people", "shape"), ROUNDS)
+def test_rows_ahead(people: list[list[int]], shape: RoundShape) -> None:
+    step = make_step(make_cache(), people, shape)
+    rounds.judge_reference(step, right_choices(step, 4))
+    found, wanted = native_round.rows_ahead(step, 3), rounds.rows_ahead_reference(step, 3)
+    assert all(one.equal(other) for one, other in zip(found, wanted, strict=True))

@@ -141,14 +141,58 @@ def test_attention_shares_out_work(wanted: int, window: int, monkeypatch: pytest
         expected = attention.paged_attention_reference(q, pages, batch, options)
         found = gpu_attention.paged_attention(q, pages, keys, 0.3, window=window)
         check(found[:total], expected[:total], torch.float32)
-    (work,) = keys.memo.values()
-    assert not work.counters.any(), "whoever puts parts together leaves the counter as it was"
+    many, few = keys.memo.values()
+    assert not many.counters.any(), "whoever puts parts together leaves the counter as it was"
+    assert not few.counters.any()
+    assert {request for request, _ in parts_of(many)} == {0}, "prompts have a launch of their own"
+    assert {request for request, _ in parts_of(few)} == {1, 3}
+    longest = parts_of(few)[3, 0]
+    assert (longest > 1) is (wanted > 1 and not window)
+
+
+def test_pages_of_eight_bits_are_scaled() -> None:
+    """Keys and values are divided by their scales where they are written, and are themselves again where they are
+    read. All of them are numbers that 8 bits can hold, after the division alone."""
+    batch = batch_of([3, 1], [0, 6], 4, torch.float32)
+    scales = rope.PageScales(key=2.0**-12, value=1024.0)
+    numbers = torch.tensor([-3.0, -1.5, 0.5, 2.0, 448.0], device=DEVICE)
+    k, v = (
+        numbers[torch.arange(128, device=DEVICE) % 5].view(4, 2, 16) * scale for scale in (scales.key, scales.value)
+    )
+    q, turn = random(4, 4, 16), (torch.ones(4, 8, device=DEVICE), torch.zeros(4, 8, device=DEVICE))
+    found, wanted = ([torch.zeros(9, 4, 2, 16, device=DEVICE).to(torch.float8_e4m3fn) for _ in "kv"] for _ in "ab")
+    gpu_rope.rope_write(q, k, v, turn, tuple(found), batch.write_locations, scales=scales)
+    rope.rope_write_reference(q, k, v, turn, tuple(wanted), batch.write_locations, scales)
+    for mine, other, scale, given in zip(found, wanted, (scales.key, scales.value), (k, v), strict=True):
+        assert mine.view(torch.uint8).equal(other.view(torch.uint8))
+        assert (mine.float().flatten(0, 1)[batch.write_locations] * scale).equal(given)
+    expected = attention.paged_attention_reference(
+        q, tuple(found), batch, attention.AttentionOptions(9.0, scales=scales)
+    )
+    dense = [each.float() * scale for each, scale in zip(found, (scales.key, scales.value), strict=True)]
+    check(expected, attention.paged_attention_reference(q, tuple(dense), batch, attention.AttentionOptions(9.0)),
+          torch.float32, 1e4)  # fmt: skip
+    got = gpu_attention.paged_attention(q, tuple(found), keys_of(batch), 9 * scales.key, value_scale=scales.value)
+    check(got, expected, torch.float32, 1e4)
+    assert float(expected.abs().max()) > 1e4
+
+
+def parts_of(work: gpu_attention.WorkList) -> dict[tuple[int, int], int]:
+    """Of each request and block of its rows, in how many parts its keys are read."""
     items = [item for item in work.items.tolist() if item[0] >= 0]
     blocks = {(request, block): parts for request, _, _, block, _, parts, *_ in items}
     assert len(items) == sum(blocks.values())
-    assert {request for request, _ in blocks} == {0, 1, 3}
-    longest = blocks[3, 0]
-    assert (longest > 1) is (wanted > 1 and not window)
+    return blocks
+
+
+@pytest.mark.parametrize("rows", [[17, 16], [40, 1, 20, 3], [64], [16, 9]])
+@pytest.mark.parametrize(("heads", "dim"), [(2, 16), (12, 256)])
+def test_attention_of_prompts_beside_single_rows(rows: list[int], heads: int, dim: int) -> None:
+    """Whatever a request has of rows, it is in one of the launches."""
+    batch = batch_of(rows, [5 * number for number in range(len(rows))], 4, torch.float32)
+    q, pages = random(sum(rows), heads, dim), (random(60, 4, 2, dim), random(60, 4, 2, dim, seed=5))
+    wanted = attention.paged_attention_reference(q, pages, batch, attention.AttentionOptions(0.1))
+    check(gpu_attention.paged_attention(q, pages, keys_of(batch), 0.1), wanted, torch.float32)
 
 
 @pytest.mark.parametrize("first_key", [0, 1])
@@ -158,7 +202,7 @@ def test_attention_both_ways(first_key: int) -> None:
     batch.last_key = torch.tensor([12] * 4 + [73] * 4, device=DEVICE)
     q = random(8, 2, 16)
     pages = (random(100, 4, 1, 16), random(100, 4, 1, 16, seed=5))
-    options = attention.AttentionOptions(0.3, both_ways=True)
+    options = attention.AttentionOptions(0.3, bidirectional=True)
     wanted = attention.paged_attention_reference(q, pages, batch, options)
     found = gpu_attention.paged_attention(q, pages, keys_of(batch, batch.last_key), 0.3)
     check(found, wanted, torch.float32)
@@ -174,7 +218,7 @@ def test_attention_of_windows_that_begin_alike(causal: bool) -> None:
     q = random(8, 2, 16)
     pages = (random(100, 4, 1, 16), random(100, 4, 1, 16, seed=5))
     wanted = attention.paged_attention_reference(
-        q, pages, batch, attention.AttentionOptions(0.3, window=6, both_ways=True)
+        q, pages, batch, attention.AttentionOptions(0.3, window=6, bidirectional=True)
     )
     found = gpu_attention.paged_attention(q, pages, keys_of(batch, last), 0.3, window=6)
     check(found, wanted, torch.float32)

@@ -40,10 +40,12 @@ def test_the_same_bits_as_step_by_step(
 
 
 @needs_native
-def test_taps_cut_runs(target_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taps_are_kept_on_the_way(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """A pass with taps is one call too, or rounds that only follow a text would cost more than plain ones. That they
+    are the right streams is what the drafters' references look at."""
     head = tiny.save_eagle3(tmp_path / "head")
     settings = {"method": "eagle3", "model": str(head), "force": True}
     plain, whole = said(target_path("llama"), None)
-    drafted, between_taps = said(target_path("llama"), settings)
+    drafted, with_taps = said(target_path("llama"), settings)
     assert drafted == plain
-    assert between_taps < whole
+    assert with_taps == whole

@@ -18,7 +18,7 @@ SHAPE = LatentShape(
     hidden_size=48,
     num_heads=20,  # more than the native kernel takes at a time
     latent_dim=24,
-    plain_dim=10,
+    nope_dim=10,
     rotary_dim=6,
     value_dim=12,
     query_rank=16,
@@ -51,7 +51,7 @@ def random_tensors(shape: LatentShape) -> dict[str, Tensor]:
     sizes |= {
         "kv_a_proj_with_mqa.weight": (latent + shape.rotary_dim, shape.hidden_size),
         "kv_a_layernorm.weight": (latent,),
-        "kv_b_proj.weight": (shape.num_heads * (shape.plain_dim + shape.value_dim), latent),
+        "kv_b_proj.weight": (shape.num_heads * (shape.nope_dim + shape.value_dim), latent),
         "o_proj.weight": (shape.hidden_size, shape.num_heads * shape.value_dim),
     }
     if shape.bias:
@@ -139,11 +139,11 @@ def obvious(shape: LatentShape, tensors: dict[str, Tensor], x: Tensor) -> Tensor
     query = query.unflatten(-1, (shape.num_heads, -1))
     latent, key = project("kv_a_proj_with_mqa", x).split([shape.latent_dim, shape.rotary_dim], dim=-1)
     both = project("kv_b_proj", norm("kv_a_layernorm", latent)).unflatten(-1, (shape.num_heads, -1))
-    plain_keys, values = both.split([shape.plain_dim, shape.value_dim], dim=-1)
-    plain_queries, turning = query.split([shape.plain_dim, shape.rotary_dim], dim=-1)
+    plain_keys, values = both.split([shape.nope_dim, shape.value_dim], dim=-1)
+    plain_queries, turning = query.split([shape.nope_dim, shape.rotary_dim], dim=-1)
     queries = torch.cat([plain_queries, turned(turning, shape)], dim=-1)
     keys = torch.cat([plain_keys, turned(key[:, None], shape).expand(-1, shape.num_heads, -1)], dim=-1)
-    scale = shape.scale or (shape.plain_dim + shape.rotary_dim) ** -0.5
+    scale = shape.scale or (shape.nope_dim + shape.rotary_dim) ** -0.5
     scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
     future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
     weights = scores.masked_fill(future, -torch.inf).softmax(-1)

@@ -12,12 +12,13 @@ from running import Running, Serve, wait_for
 from outrider import LLM
 from outrider.pair import AUTO, named_pair
 from outrider.server.app import Application
-from outrider.server.defaults import Defaults
-from outrider.server.engine_client import EngineClient, Limits
+from outrider.server.defaults import ServerDefaults
+from outrider.server.engine_client import EngineClient, QueueLimits
 from outrider.server.engine_host import ThreadHost
 from outrider.server.parsers import ParserNames
 from outrider.server.security import Access, access_for
 from outrider.server.serving import Server
+from outrider.training.online import OnlineLearner
 
 
 @pytest.fixture(scope="session")
@@ -33,18 +34,19 @@ def llm() -> Iterator[LLM]:
 def serve(llm: LLM) -> Serve:
     @contextlib.contextmanager
     def running(
-        limits: Limits | None = None,
+        limits: QueueLimits | None = None,
         access: Access | None = None,
         drain: float = 5.0,
         parsers: ParserNames | None = None,
         other: LLM | None = None,
         exit_on_death: bool = True,
-        defaults: Defaults | None = None,
+        defaults: ServerDefaults | None = None,
+        learner: OnlineLearner | None = None,
     ) -> Iterator[Running]:
         access = access or access_for("127.0.0.1")
         behind = other or llm
-        host = ThreadHost(behind, "default")
-        engine = EngineClient(host.link, host.model, "default", limits or Limits(), host.why_ended)
+        host = ThreadHost(behind, "default", learner)
+        engine = EngineClient(host.link, host.model, "default", limits or QueueLimits(), host.why_ended)
         application = Application(engine, behind.tokenizer, "default", access, parsers, defaults=defaults)
         server = Server(application, "127.0.0.1", 0, drain, exit_on_death=exit_on_death)
         thread = threading.Thread(target=server.run)

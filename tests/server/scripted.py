@@ -18,8 +18,9 @@ from outrider.engine.request import Request
 from outrider.grammar.guide import Guide
 from outrider.grammar.masks import fill_masks
 from outrider.grammar.vocabulary import Vocabulary
+from outrider.prompts import Prompt
 from outrider.sampling_params import SamplingParams
-from outrider.types import Draft, Hidden, Step, Verdict
+from outrider.types import Draft, Hidden, Images, Step, Verdict
 
 MAX_DRAFT = 64
 FILLER = 5  # what is drafted after the end
@@ -93,12 +94,19 @@ class Scripted(LLM):
         self._prompts: dict[int, tuple[list[int], Script]] = {}  # by the prompt's length
         self.drafter.propose = self._propose  # type: ignore[method-assign]
 
-    def _request(self, request_id: str, ids: list[int], params: SamplingParams, seed: int) -> Request:
-        request = super()._request(request_id, ids, params, seed)
-        if self.script is not None:
+    def requests_for(self, prompt: Prompt, params: SamplingParams, number: int) -> list[Request]:
+        return self._scripted(super().requests_for(prompt, params, number))
+
+    def make_requests(self, ids: list[int], params: SamplingParams, images: Images | None = None) -> list[Request]:
+        return self._scripted(super().make_requests(ids, params, images))
+
+    def _scripted(self, requests: list[Request]) -> list[Request]:
+        for request in requests if self.script is not None else ():
+            assert self.script is not None
+            ids = list(request.prompt)
             self._prompts[len(ids)] = (ids, self.script)
             request.guide = ScriptGuide(self.script, self.vocabulary, request.guide)  # type: ignore[assignment]
-        return request
+        return requests
 
     def _propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:
         rows, counts = [], []

@@ -15,9 +15,9 @@ from running import Running, Serve, wait_for
 from typer.testing import CliRunner
 
 from outrider.bench.load.serve_client import Answered, Asking, StreamReader, events, kind_of
-from outrider.bench.load.serve_load import Load, Outcome, connect, run_load
+from outrider.bench.load.serve_load import Load, LoadOutcome, connect, run_load
 from outrider.bench.load.serve_metrics import drafting_from, drafting_of
-from outrider.bench.load.serve_report import Figures, parse_goals, summarise, to_dict, within
+from outrider.bench.load.serve_report import LatencyFigures, parse_goals, summarise, to_dict, within
 from outrider.bench.prompts import PromptText
 from outrider.cli import app
 from outrider.server.security import access_for
@@ -81,17 +81,17 @@ def test_what_is_asked_for() -> None:
     assert (body["temperature"], body["top_p"], "seed" in body) == (0.8, 0.9, False)
 
 
-async def _measured(url: str, asking: Asking, prompts: list[PromptText]) -> Outcome:
-    from outrider.bench.load.serve import Server, measure
+async def _measured(url: str, asking: Asking, prompts: list[PromptText]) -> LoadOutcome:
+    from outrider.bench.load.serve import LoadedServer, measure
 
-    return await measure(Server(url, None, None, 30.0), asking, prompts, Load(4, 0, 2, None, 3))
+    return await measure(LoadedServer(url, None, None, 30.0), asking, prompts, Load(4, 0, 2, None, 3))
 
 
 def test_clients_think_before_they_send(running: Running) -> None:
     load = Load(4, 0, 1, None, 5, think_seconds=0.05)
     prompts, asking = [PromptText("Hello")], Asking("default", False, 4, 0.0, 0)
 
-    async def measured() -> Outcome:
+    async def measured() -> LoadOutcome:
         async with connect(running.url, None, 60.0) as client:
             return await run_load(client, asking, prompts, load, None)
 
@@ -281,14 +281,14 @@ def test_times_are_per_token_and_not_per_chunk() -> None:
     assert summary.figures["itl_chunk"].mean == pytest.approx(300)
 
 
-def outcome(answers: list[Answered], seconds: float = 2.0) -> Outcome:
-    return Outcome(answers, seconds, Asking("m", True, 16, 0.0, 0), None)
+def outcome(answers: list[Answered], seconds: float = 2.0) -> LoadOutcome:
+    return LoadOutcome(answers, seconds, Asking("m", True, 16, 0.0, 0), None)
 
 
 def test_percentiles_and_goodput() -> None:
     seconds = [number / 1000 for number in range(1, 102)]  # 1 to 101 ms
-    assert Figures.of(seconds) == Figures(mean=51.0, median=51.0, p90=91.0, p99=100.0)
-    assert Figures.of([]) is None
+    assert LatencyFigures.of(seconds) == LatencyFigures(mean=51.0, median=51.0, p90=91.0, p99=100.0)
+    assert LatencyFigures.of([]) is None
     answers = [
         Answered(0, 0.0, first=0.1, seconds=0.4, num_prompt_tokens=5, num_tokens=11),  # 30 ms a token
         Answered(1, 0.0, first=0.3, seconds=0.6, num_prompt_tokens=5, num_tokens=11),  # too late
@@ -317,8 +317,16 @@ def test_arrivals_are_poisson_and_seeded() -> None:
     assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.15)  # exponential
     assert times == load.arrivals() != Load(4000, 0, None, 50.0, 8).arrivals()
     prompts = [PromptText(str(number)) for number in range(3)]
-    chosen = Load(7, 0, None, None, 1).choose(prompts)
+    chosen, others = Load(7, 0, None, None, 1).choose(prompts)
     assert set(chosen[:3]) == set(chosen[3:6]) == set(prompts)
+    assert not others
+
+
+def test_a_server_is_not_warmed_up_with_what_is_counted() -> None:
+    prompts = [PromptText(str(number)) for number in range(9)]
+    chosen, others = Load(5, 4, None, None, 1).choose(prompts)
+    assert (len(chosen), len(others)) == (5, 4)
+    assert not set(chosen) & set(others)
 
 
 def test_counters_of_other_servers() -> None:

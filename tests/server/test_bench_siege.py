@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from outrider.bench.load import siege as siege_module
 from outrider.bench.load.siege import (
     Assault,
+    BesiegedServer,
     Bounds,
-    Target,
     assault_of,
     besiege,
     judge,
@@ -27,12 +27,12 @@ BUSY = Bounds(plain=10.0, health=5.0)  # other tests run beside it
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[Target]:
+def target() -> Iterator[BesiegedServer]:
     with own_server(["--max-num-seqs", "8"], threads=1) as target:
         yield target
 
 
-def test_a_short_siege(target: Target) -> None:
+def test_a_short_siege(target: BesiegedServer) -> None:
     found = besiege(target, 0.3, BUSY)
     assert [(each.name, each.failures) for each in found if each.failures] == []
     assert len(found) == len(ATTACKS)
@@ -40,7 +40,7 @@ def test_a_short_siege(target: Target) -> None:
     assert all(each.memory is not None for each in found)
 
 
-def test_a_server_that_suffers(target: Target) -> None:
+def test_a_server_that_suffers(target: BesiegedServer) -> None:
     """What the attackers get shows that others waited: nothing is so quick as these bounds."""
     (found,) = besiege(target, 0.1, Bounds(plain=1e-4, health=1e-4), [ATTACKS[0]])
     assert len(found.failures) == 2
@@ -74,13 +74,13 @@ def test_what_counts_as_suffering(found: Seen, grown: int, words: list[str]) -> 
         assert word in failure
 
 
-def test_an_answer_that_changes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_changes(target: BesiegedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(siege_module, "SETTLE_SECONDS", 0.1)
     assert siege_module._after(target, "something else")
     assert not siege_module._after(target, siege_module._plain_text(target))
 
 
-def test_the_command(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(target: BesiegedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"http://127.0.0.1:{target.address.port}"
     assert running_server(url, None, None).address.has_chat
     monkeypatch.setattr(siege_module, "besiege", lambda *given, **options: [_assault()])

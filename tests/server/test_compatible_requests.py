@@ -17,8 +17,8 @@ from outrider.server.app import Application
 from outrider.server.chat import messages_of
 from outrider.server.compatibility import NOTES, ROUTES
 from outrider.server.compatibility import server as server_part
-from outrider.server.defaults import Defaults, chosen_defaults
-from outrider.server.engine_client import EngineClient, Limits
+from outrider.server.defaults import ServerDefaults, chosen_defaults
+from outrider.server.engine_client import EngineClient, QueueLimits
 from outrider.server.engine_host import ThreadHost
 from outrider.server.responses_schema import ResponseRequest
 from outrider.server.schema import ChatRequest, CompletionRequest, Message
@@ -263,7 +263,7 @@ def test_names_of_a_model(llm: LLM, running: Running) -> None:
     assert running.post("/v1/chat/completions", CHAT_BODY | {"model": origin}).json()["model"] == "default"
     host = ThreadHost(llm, "first")
     try:
-        engine = EngineClient(host.link, host.model, "first", Limits(), host.why_ended)
+        engine = EngineClient(host.link, host.model, "first", QueueLimits(), host.why_ended)
         made = Application(engine, llm.tokenizer, "first", access_for("127.0.0.1"), other_names=["second"])
         service = made.service
         for name in ("first", "second", origin, None):
@@ -297,7 +297,7 @@ def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "max_new_tokens": 9}')
     found = chosen_defaults("auto", tmp_path, None, None)
     assert (found.sampling(), found.max_tokens) == ({"temperature": 0.6, "top_k": 20}, 9)
-    assert chosen_defaults("vllm", tmp_path, None, None) == Defaults()
+    assert chosen_defaults("vllm", tmp_path, None, None) == ServerDefaults()
     assert chosen_defaults(str(tmp_path), Path("/"), '{"top_k": 5, "temperature": null}', 1).settings["top_k"] == 5
     for source, override in (("/nowhere", None), ("auto", "{"), ("auto", '{"wibble": 1}'), ("auto", '{"top_p": 7}')):
         with pytest.raises(ValueError):
@@ -309,7 +309,7 @@ def test_defaults_hold_for_what_a_request_leaves_out(serve: Serve) -> None:
     with serve() as running:
         expected = said(running, **greedy, temperature=0)
         random = [said(running, **greedy | {"seed": seed}, temperature=1.0) for seed in (1, 2)]
-    with serve(defaults=Defaults({"temperature": 0.0, "max_new_tokens": 5})) as running:
+    with serve(defaults=ServerDefaults({"temperature": 0.0, "max_new_tokens": 5})) as running:
         unasked = running.post("/v1/chat/completions", greedy).json()
         assert unasked["choices"][0]["message"]["content"] == expected
         assert [said(running, **greedy | {"seed": seed}, temperature=1.0) for seed in (1, 2)] == random
@@ -323,7 +323,7 @@ def test_a_server_with_a_seed_says_the_same_after_every_start(serve: Serve) -> N
     body = {"messages": ASKED, "max_tokens": 12, "temperature": 1.0}
     runs = []
     for _ in range(2):
-        with serve(defaults=Defaults(seed=7)) as running:
+        with serve(defaults=ServerDefaults(seed=7)) as running:
             runs.append([said(running, **body) for _ in range(2)])
     assert runs[0] == runs[1]
     assert runs[0][0] != runs[0][1]  # each request has a seed of its own

@@ -15,7 +15,7 @@ from running import Running, Serve, wait_for
 from outrider import LLM
 from outrider.engine.request import Request
 from outrider.server import engine_loop
-from outrider.server.engine_client import Limits
+from outrider.server.engine_client import QueueLimits
 from outrider.server.engine_loop import EngineLoop
 
 MESSAGES = [{"role": "user", "content": "Tell me about walking in nature."}]
@@ -56,7 +56,7 @@ def test_a_client_that_does_not_wait_for_its_answer(running: Running) -> None:
 
 
 def test_a_full_queue(serve: Serve) -> None:
-    with serve(Limits(max_queue=1)) as running, contextlib.ExitStack() as stack:  # 4 run, 1 waits
+    with serve(QueueLimits(max_queue=1)) as running, contextlib.ExitStack() as stack:  # 4 run, 1 waits
         stack.enter_context(streaming(running, LONG | {"n": 4}))
         waiting = threading.Thread(target=lambda: running.post(PATH, LONG | {"timeout": 2}))
         waiting.start()
@@ -171,7 +171,7 @@ def test_the_last_token_comes_while_the_guilty_are_sought(
 def test_decoding_that_stands_still_is_unhealthy(serve: Serve, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     honest = llm.engine.step
-    with serve(Limits(stall=0.2)) as running:
+    with serve(QueueLimits(stall=0.2)) as running:
         assert running.get("/health/decode").json()["status"] == "idle"
         with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
             patch.setattr(llm.engine, "step", lambda: (go_on.wait(10), honest())[1])

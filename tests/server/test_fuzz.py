@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from running import Running
 
-from outrider.sampling_params import _RANGES
+from outrider.sampling_params import BOUNDS
 from outrider.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -125,7 +125,7 @@ def test_the_models_have_numbers() -> None:
 @pytest.mark.parametrize("path", ROUTES)
 def test_bounds_are_within_those_of_sampling(path: str) -> None:
     """What the server lets in, SamplingParams never refuses."""
-    limits = {name: (low, high) for name, low, high in _RANGES}
+    limits = BOUNDS
     for field, shape, low, high in numbers_in(ROUTES[path][0]):
         if field in limits and not shape:
             least = 0 if field == "max_tokens" else limits[field][0]  # 0: completions that score their prompt alone

@@ -8,7 +8,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from running import Running, Serve, wait_for
 
-from outrider.server.engine_client import Limits
+from outrider.server.engine_client import QueueLimits
 
 PATH = "/v1/completions"
 BODY = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
@@ -172,7 +172,7 @@ def test_the_prefix_cache(serve: Serve) -> None:
 
 def test_requests_that_run_wait_or_are_refused(serve: Serve) -> None:
     long = BODY | {"max_tokens": 1500, "n": 6, "stream": True}
-    with serve(Limits(max_queue=2)) as running:
+    with serve(QueueLimits(max_queue=2)) as running:
         with httpx.stream("POST", running.url + PATH, json=long, timeout=30) as response:
             lines = response.iter_lines()  # kept: with it the connection would go
             next(lines)

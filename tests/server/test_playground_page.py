@@ -8,7 +8,7 @@ from browser import Browser, open_browser
 from running import Running, Serve, wait_for
 from test_playground import ASKED, read, streamed
 
-from outrider.server.engine_client import Limits
+from outrider.server.engine_client import QueueLimits
 from outrider.server.security import Access, access_for
 
 KEY = "a-key-of-ours"
@@ -237,7 +237,7 @@ def test_a_key_is_asked_for(browser: Browser, serve: Serve) -> None:
 
 
 def test_what_goes_wrong_is_said(browser: Browser, serve: Serve) -> None:
-    with serve(Limits(max_queue=0)) as running:
+    with serve(QueueLimits(max_queue=0)) as running:
         open_page(browser, running)
         change(browser, max_tokens=20)
         others = running.openai()

@@ -178,7 +178,7 @@ def test_dead_acceptance_is_told_and_outlived(
 ) -> None:
     caplog.set_level(logging.INFO, logger="outrider.server")
     options = {"max_tokens": 50, "extra_body": {"ignore_eos": True}}
-    settings = WatchdogConfig(window=4, engine_window=16, rest=16)
+    settings = WatchdogConfig(window=4, engine_window=16, pause=16)
     monkeypatch.setattr(llm.engine, "watchdog", Watchdog(settings, acts=True, rebuilds=True))
     with serve() as running:
         client = running.openai()

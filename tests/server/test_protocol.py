@@ -18,10 +18,10 @@ from outrider import LLM
 from outrider.engine import engine as engines
 from outrider.outputs import Logprob
 from outrider.sampling_params import Guided, SamplingParams, Speculation
-from outrider.server.engine_client import Asked, EngineClient, Limits
+from outrider.server.engine_client import EngineClient, QueueLimits, ReadyPrompt
 from outrider.server.errors import ApiError, bad_request, too_busy
 from outrider.server.link import LENGTH, Link
-from outrider.server.protocol import Abort, Accepted, Brought, Ending, Opened, Piece, Refused, Submit
+from outrider.server.protocol import Abort, Accepted, Brought, Ending, JobRefused, Opened, Piece, Submit
 
 PARAMS = SamplingParams(guided=Guided(json_schema={"type": "object"}), logit_bias={3: 1.5}, stop=["a"], seed=7)
 MODEL = Opened("somewhere", 128, 1000, max_num_seqs=2, num_speculative_tokens=0, memory={}, memory_rows={})
@@ -81,7 +81,7 @@ def test_every_field_of_a_piece_travels() -> None:
 def test_errors_and_requests_arrive_as_they_were() -> None:
     there, here = links()
     for error in (bad_request("no", "n"), too_busy("later", 7), ApiError(status=499, message="gone", code="x")):
-        there.send(Refused(1, error))
+        there.send(JobRefused(1, error))
         found = here.receive().error
         assert (found.body, found.headers, found.status) == (error.body, error.headers, error.status)
         there.send(Abort(1, error))
@@ -198,8 +198,10 @@ def test_what_queued_up_is_read_at_once() -> None:
 
     async def main() -> None:
         here, there = links()
-        client = EngineClient(here, MODEL, "m", Limits(), lambda: "?")
-        job = client.submit([Asked([1], [1], SamplingParams())], time.monotonic() + 60, time.monotonic(), streams=True)
+        client = EngineClient(here, MODEL, "m", QueueLimits(), lambda: "?")
+        job = client.submit(
+            [ReadyPrompt([1], [1], SamplingParams())], time.monotonic() + 60, time.monotonic(), streams=True
+        )
         assert there.receive().job == job.number
         there.send(Accepted(job.number, None))
         for _ in range(5):
@@ -224,18 +226,18 @@ def test_room_is_counted_here() -> None:
 
     async def main() -> None:
         here, there = links()
-        client = EngineClient(here, MODEL, "m", Limits(max_queue=1, max_queued_tokens=10), lambda: "it fell over")
+        client = EngineClient(here, MODEL, "m", QueueLimits(max_queue=1, max_queued_tokens=10), lambda: "it fell over")
         client.start()
 
         def submit(num_tokens: int, n: int = 1) -> Any:
-            asked = Asked([1] * num_tokens, [1] * num_tokens, SamplingParams(n=n))
+            asked = ReadyPrompt([1] * num_tokens, [1] * num_tokens, SamplingParams(n=n))
             return client.submit([asked], time.monotonic() + 60, time.monotonic(), streams=True)
 
         first, second = submit(4, n=2), submit(4)
         assert (client.num_sequences, client.is_idle) == (3, False)
         with pytest.raises(ApiError, match="too many requests"):
             submit(1)
-        there.send(Refused(second.number, bad_request("no")))
+        there.send(JobRefused(second.number, bad_request("no")))
         with pytest.raises(ApiError, match="no"):
             await second.accepted()
         assert second.closed
@@ -319,9 +321,11 @@ def test_what_cannot_be_read_ends_everything(serve: Serve) -> None:
 
     async def main() -> None:
         here, there = links()
-        client = EngineClient(here, MODEL, "m", Limits(), lambda: "?")
+        client = EngineClient(here, MODEL, "m", QueueLimits(), lambda: "?")
         client.start()
-        job = client.submit([Asked([1], [1], SamplingParams())], time.monotonic() + 60, time.monotonic(), streams=True)
+        job = client.submit(
+            [ReadyPrompt([1], [1], SamplingParams())], time.monotonic() + 60, time.monotonic(), streams=True
+        )
         there.send(Nonsense())
         with pytest.raises(ApiError, match="engine has ended"):
             await job.accepted()

@@ -28,7 +28,7 @@ from outrider.prompts import Prompts
 from outrider.server import app as app_module
 from outrider.server import connections, engine_loop, preparation, serving
 from outrider.server import log as log_module
-from outrider.server.engine_client import Limits
+from outrider.server.engine_client import QueueLimits
 from outrider.server.log import LineHandler
 from outrider.tokenizer import Tokenizer
 
@@ -420,7 +420,7 @@ def test_idle_connections_go_first(serve: Serve, monkeypatch: pytest.MonkeyPatch
 
 def test_health_when_there_are_too_many_requests(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_module, "SPARE_REQUESTS", -3)
-    with serve(Limits(max_queue=0)) as running, contextlib.ExitStack() as stack:  # 4 sequences, but 1 request
+    with serve(QueueLimits(max_queue=0)) as running, contextlib.ExitStack() as stack:  # 4 sequences, but 1 request
         body = PLAIN | {"max_tokens": 1500, "ignore_eos": True, "stream": True}
         stack.enter_context(httpx.stream("POST", running.url + COMPLETIONS, json=body, timeout=30))
         refused = running.post(COMPLETIONS, PLAIN)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.load.overhead import OFFLINE, STREAMED, WHOLE, Task, run_in_turn, to_dict
+from outrider.bench.load.overhead import OFFLINE, STREAMED, WHOLE, OverheadTask, run_in_turn, to_dict
 from outrider.bench.load.server_process import server_process
-from outrider.bench.load.soak import GAUGES, NUM_CHATS, Reading, Soak, figures_in, judge, run_soak
-from outrider.bench.load.soak_clients import QUESTIONS, Crowd, Replay, Tally
+from outrider.bench.load.soak import GAUGES, NUM_CHATS, ServerState, Soak, figures_in, judge, run_soak
+from outrider.bench.load.soak_clients import QUESTIONS, Crowd, Replay, SoakTally
 
 
 @pytest.mark.slow
@@ -18,7 +18,8 @@ def test_a_short_soak() -> None:
     assert soak.failures == []
     done = soak.crowd.tally.done
     assert min(done[name] for name in ("turns", "leave", "be_killed", "be_bound", "ask_for_several")) > 0
-    assert soak.crowd.tally.num_repeated_tokens > 0.8 * soak.crowd.tally.num_prompt_tokens
+    # of a chat's prompt all but the newest turn is known; on a busy machine chats have two or three turns
+    assert soak.crowd.tally.num_repeated_tokens > 0.6 * soak.crowd.tally.num_prompt_tokens
     assert len(soak.crowd.tally.replays) >= 2 * len(QUESTIONS)
     assert soak.moved("vllm:prefix_cache_hits_total") > 0
 
@@ -26,12 +27,12 @@ def test_a_short_soak() -> None:
 def well() -> Soak:
     """A soak without any failure."""
     figures = dict.fromkeys(GAUGES, 0.0)
-    before = Reading(memory=300 * 2**20, num_files=9, num_threads=8, figures=figures)
+    before = ServerState(memory=300 * 2**20, num_files=9, num_threads=8, figures=figures)
     after = dataclasses.replace(before, figures=figures | {"vllm:num_preemptions_total": 3.0})
     replays = [
         Replay(float(turn), number, f"text {number}", 10, 20) for turn in (1, 9) for number in range(len(QUESTIONS))
     ]
-    crowd = Crowd(None, ("127.0.0.1", 1), 0.0, tally=Tally(replays=replays))  # type: ignore[arg-type]
+    crowd = Crowd(None, ("127.0.0.1", 1), 0.0, tally=SoakTally(replays=replays))  # type: ignore[arg-type]
     half = len(QUESTIONS)
     return Soak(10.0, before, after, crowd, replays[:half], replays[half:], [1] * 4, 0, NUM_CHATS)
 
@@ -79,7 +80,7 @@ def test_figures_are_sums_over_labels() -> None:
 @pytest.mark.slow
 def test_the_server_against_its_engine(llm: Any, tmp_path: Any) -> None:
     """That both do the same work; how fast is for `outrider bench overhead` on a quiet machine to say."""
-    task = Task(["How does a refrigerator keep food cold?", "Go on.", "Why?"], 12, 4)
+    task = OverheadTask(["How does a refrigerator keep food cold?", "Go on.", "Why?"], 12, 4)
     with server_process(["--max-num-seqs", "4"], tmp_path / "log", 1) as server:
         passes = run_in_turn(llm, server, task, num_runs=2)
     report = to_dict(passes, task, 1)

@@ -21,7 +21,7 @@ from outrider.server.parsers import (
     ParserNames,
     ToolCallBegin,
     ToolOptions,
-    Wanted,
+    WantedCalls,
     answer_parser,
     special_ids,
     tool_parsers,
@@ -61,7 +61,7 @@ class SpecialParser(ToolParser):
     marks = ("<|system|>", "<|user|>")
 
     @classmethod
-    def forced(cls, wanted: Wanted) -> Format:
+    def forced(cls, wanted: WantedCalls) -> Format:
         calls = (json_call(wanted, name, "arguments") for name in wanted.tools)
         return wanted.listed([tag(wanted.mark(cls.marks[0]), call, wanted.mark(cls.marks[1])) for call in calls], "")
 
@@ -272,7 +272,8 @@ def test_forms_are_forced_as_they_are_read(
     tools = {"walk": WALK, "rest": REST}
     marks = special_ids(tokenizer, tool_parsers[form].marks)
     single, several = (
-        Guided(structural_tag=tool_parsers[form].forced(Wanted(tools, many, marks, template))) for many in (False, True)
+        Guided(structural_tag=tool_parsers[form].forced(WantedCalls(tools, many, marks, template)))
+        for many in (False, True)
     )
     for guided in (single, several):
         assert is_matched(guided, tokenizer, one)
@@ -293,7 +294,7 @@ def test_a_marker_is_no_part_of_a_text() -> None:
     tokenizer = bytes_and(SPECIAL)
     tools = {"walk": {"type": "object", "properties": {"where": {"type": "string"}}}}
     marks = special_ids(tokenizer, tool_parsers["mistral"].marks)
-    guided = Guided(structural_tag=tool_parsers["mistral"].forced(Wanted(tools, True, marks, "")))
+    guided = Guided(structural_tag=tool_parsers["mistral"].forced(WantedCalls(tools, True, marks, "")))
     assert is_matched(guided, tokenizer, '[TOOL_CALLS]walk[ARGS]{"where": "there"}')
     for marker in ("[TOOL_CALLS]", "<tool_call>"):
         assert tokenizer.special_id(marker) is not None

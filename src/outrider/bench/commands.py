@@ -34,8 +34,8 @@ from outrider.options import (
 from outrider.startup import importing
 
 if TYPE_CHECKING:
-    from outrider.bench.prompts import PromptText, Vocabulary
-    from outrider.bench.race import Plan
+    from outrider.bench.prompts import PromptText, PromptVocabulary
+    from outrider.bench.race import RacePlan
 
 bench_app = typer.Typer(
     cls=Group,
@@ -86,11 +86,11 @@ def latency(
         --against transformers
     """
     with importing():
-        from outrider.bench.prompts import Vocabulary
-        from outrider.bench.race import Plan
+        from outrider.bench.prompts import PromptVocabulary
+        from outrider.bench.race import RacePlan
     config = options.named(target).config()
-    texts = _prompts(prompt, prompts, workload_name, Vocabulary.of(config.model))
-    plan = Plan(
+    texts = _prompts(prompt, prompts, workload_name, PromptVocabulary.of(config.model))
+    plan = RacePlan(
         command="latency",
         config=config,
         against=against or (),
@@ -126,11 +126,11 @@ def throughput(
         --against transformers --json
     """
     with importing():
-        from outrider.bench.prompts import Vocabulary
-        from outrider.bench.race import Plan
+        from outrider.bench.prompts import PromptVocabulary
+        from outrider.bench.race import RacePlan
     config = options.named(target).config()
-    texts = _prompts(prompt, prompts, workload_name, Vocabulary.of(config.model))
-    plan = Plan(
+    texts = _prompts(prompt, prompts, workload_name, PromptVocabulary.of(config.model))
+    plan = RacePlan(
         command="throughput",
         config=config,
         against=against or (),
@@ -144,7 +144,7 @@ def throughput(
     _run_and_report(plan, as_json)
 
 
-def _prompts(text: str | None, file: Path | None, name: str, vocabulary: Vocabulary) -> list[PromptText]:
+def _prompts(text: str | None, file: Path | None, name: str, vocabulary: PromptVocabulary) -> list[PromptText]:
     from outrider.bench.prompts import PromptText, read_prompts, workload
 
     if text is not None and file is not None:
@@ -154,7 +154,7 @@ def _prompts(text: str | None, file: Path | None, name: str, vocabulary: Vocabul
     return read_prompts(file) if file is not None else workload(name, vocabulary)
 
 
-def _run_and_report(plan: Plan, as_json: bool) -> None:
+def _run_and_report(plan: RacePlan, as_json: bool) -> None:
     from outrider.bench.race import run
     from outrider.bench.report import show_card, to_dict
 
@@ -235,7 +235,7 @@ def bench_round(
         --against transformers-continuous
     """
     with importing():
-        from outrider.bench.round import Plan, measure_all, show
+        from outrider.bench.round import RoundPlan, measure_all, show
         from outrider.config import EngineConfig
     config = EngineConfig(
         model=shape,
@@ -250,7 +250,7 @@ def bench_round(
         exact=exact,
         threads=threads,
     )
-    plan = Plan(shape, batch_size, context, num_rounds, temperature, config, num_speculative_tokens, accept_length)
+    plan = RoundPlan(shape, batch_size, context, num_rounds, temperature, config, num_speculative_tokens, accept_length)
     found = measure_all(plan, method or (), against or (), num_tokens)
     consoles = open_consoles()
     if not as_json:

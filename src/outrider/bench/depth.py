@@ -17,7 +17,7 @@ from rich.text import Text
 from outrider import __version__
 from outrider.bench.interleave import Spread
 from outrider.bench.load.serve_client import Asking
-from outrider.bench.load.serve_load import Load, Outcome
+from outrider.bench.load.serve_load import Load, LoadOutcome
 from outrider.bench.load.traffic import LevelRuns, Note, TrafficPlan, output_rate
 from outrider.bench.load.traffic_opening import engine_sides, random_sides
 from outrider.bench.load.traffic_sides import EngineSide, TrafficSide
@@ -36,7 +36,7 @@ class PolicySide:
     side: EngineSide
     policy: DepthPolicy
 
-    def run(self, prompts: Sequence[PromptText], load: Load) -> Outcome:
+    def run(self, prompts: Sequence[PromptText], load: Load) -> LoadOutcome:
         with self.side.engine.drafting_with(self.policy):
             return self.side.run(prompts, load)
 

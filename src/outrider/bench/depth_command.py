@@ -40,7 +40,7 @@ def depth(
         from outrider.bench.depth import open_sides, show_card, to_dict
         from outrider.bench.load.traffic import measure_levels
         from outrider.bench.load.traffic_prompts import traffic_prompts
-        from outrider.bench.prompts import Vocabulary
+        from outrider.bench.prompts import PromptVocabulary
         from outrider.bench.random_pair import random_config, shape_of
     plan = traffic_options.plan(is_small=options.model is None and shape is None)
     settings: dict[str, Any] = {
@@ -51,10 +51,10 @@ def depth(
     }
     if shape is not None:
         config = random_config(options, shape, None, settings)
-        vocabulary = Vocabulary(None, shape_of(shape)["vocab_size"])
+        vocabulary = PromptVocabulary(None, shape_of(shape)["vocab_size"])
     else:
         config = options.config(default_method="ngram", **settings)
-        vocabulary = Vocabulary.of(config.model)
+        vocabulary = PromptVocabulary.of(config.model)
     if config.speculative is not None:
         chances = tuple(numbers_of(rates, "--rates", least=0.0))
         made_up = replace(config.speculative, synthetic_acceptance_rates=chances, adaptive=True, force=False)

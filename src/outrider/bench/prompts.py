@@ -32,7 +32,7 @@ class PromptChoice:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class PromptVocabulary:
     """What is needed to turn prompts into ids, and the model's size, read without loading any weight."""
 
     tokenizer: Tokenizer | None
@@ -40,7 +40,7 @@ class Vocabulary:
     num_parameters: int = 0
 
     @classmethod
-    def of(cls, model: str | Path) -> Vocabulary:
+    def of(cls, model: str | Path) -> PromptVocabulary:
         checkpoint = open_checkpoint(model)
         try:
             tokenizer = load_tokenizer(checkpoint)
@@ -207,7 +207,7 @@ down by the river I will never walk alone.""",
 WORKLOADS: dict[str, tuple[str, ...]] = {"chat": CHAT, "repetition": REPETITION}
 
 
-def workload(name: str, vocabulary: Vocabulary) -> list[PromptText]:
+def workload(name: str, vocabulary: PromptVocabulary) -> list[PromptText]:
     """One of our own sets of prompts, or as many random ones for a model without a tokenizer."""
     if name not in WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")

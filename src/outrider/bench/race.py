@@ -11,8 +11,8 @@ import torch
 from outrider.bench import peer_llama_cpp, peer_transformers  # noqa: F401  (they register themselves)
 from outrider.bench.interleave import Progress, Record, interleave, memory_bandwidth
 from outrider.bench.peers import PeerOptions, open_peers, peers
-from outrider.bench.prompts import PromptText, Vocabulary
-from outrider.bench.report import PLAIN, SPECULATIVE, Setting
+from outrider.bench.prompts import PromptText, PromptVocabulary
+from outrider.bench.report import PLAIN, SPECULATIVE, RaceSetting
 from outrider.bench.sides import OutriderSide, Prompts, Side
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.console import checkpoint_name
@@ -23,7 +23,7 @@ from outrider.threads import threads as cpu_threads
 
 
 @dataclass(frozen=True)
-class Plan:
+class RacePlan:
     """Everything that was chosen on the command line."""
 
     command: str
@@ -38,12 +38,12 @@ class Plan:
 
     def batches(self) -> list[Prompts]:
         """The prompts as ids, in batches; where there are too few, they come again."""
-        ids = Vocabulary.of(self.config.model).encode_all(self.prompts, self.chat)
+        ids = PromptVocabulary.of(self.config.model).encode_all(self.prompts, self.chat)
         asked = [ids[number % len(ids)] for number in range(self.num_prompts)]
         return [asked[start : start + self.batch_size] for start in range(0, len(asked), self.batch_size)]
 
 
-def run(plan: Plan, progress: Progress | None = None) -> tuple[Setting, list[Record], list[str]]:
+def run(plan: RacePlan, progress: Progress | None = None) -> tuple[RaceSetting, list[Record], list[str]]:
     """Opens all sides, lets them run in turn, and closes them again."""
     for name in plan.against:
         peers[name]  # an unknown one is refused before anything is loaded
@@ -56,7 +56,7 @@ def run(plan: Plan, progress: Progress | None = None) -> tuple[Setting, list[Rec
     return replace(setting, bandwidth=bandwidth), records, notes
 
 
-def _open(plan: Plan, batches: Sequence[Prompts], opened: ExitStack) -> tuple[list[Side], Setting, list[str]]:
+def _open(plan: RacePlan, batches: Sequence[Prompts], opened: ExitStack) -> tuple[list[Side], RaceSetting, list[str]]:
     longest = max(len(ids) for batch in batches for ids in batch) + plan.max_tokens
     longest = max(longest, plan.config.max_model_len or 0)
     config = replace(plan.config, max_model_len=longest, max_num_seqs=plan.batch_size, enable_prefix_caching=False)
@@ -78,7 +78,7 @@ def _open(plan: Plan, batches: Sequence[Prompts], opened: ExitStack) -> tuple[li
     others, notes = open_peers(plan.against, PeerOptions(config.model, dtype, device, longest, threads))
     for other in others:
         opened.callback(other.close)
-    setting = Setting(
+    setting = RaceSetting(
         command=f"bench {plan.command}",
         model=checkpoint_name(shown_name(config.model)),
         drafter=drafter,
@@ -94,7 +94,7 @@ def _open(plan: Plan, batches: Sequence[Prompts], opened: ExitStack) -> tuple[li
     return sides + others, setting, own_notes + notes
 
 
-def _notes_on_memory(llm: LLM, plan: Plan) -> list[str]:
+def _notes_on_memory(llm: LLM, plan: RacePlan) -> list[str]:
     """What a reader must know of a drafter that learns from the answers of earlier requests."""
     if not forget_requests(llm):
         return []

@@ -164,7 +164,7 @@ def rounded(name: str) -> Kind:
 
 
 def check_method(method: str) -> None:
-    """That there is a random drafter of this method."""
+    """Raises ValueError where there is no random drafter of this method."""
     if method not in METHODS:
         raise ValueError(f"no random drafter of method {method!r}; known: {', '.join(METHODS)}")
 

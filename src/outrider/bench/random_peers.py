@@ -37,7 +37,7 @@ class PeerCost:
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """That all of them are known."""
+    """Raises ValueError where a peer is not known."""
     unknown = sorted(set(names) - set(PEERS))
     if unknown:
         raise ValueError(f"--against does not know {', '.join(unknown)}; it takes {', '.join(PEERS)}")

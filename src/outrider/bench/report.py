@@ -18,7 +18,7 @@ PLAIN, SPECULATIVE = "outrider plain", "outrider speculative"
 
 
 @dataclass(frozen=True)
-class Setting:
+class RaceSetting:
     """What was measured, and where."""
 
     command: str
@@ -34,7 +34,7 @@ class Setting:
     bandwidth: float  # gigabytes a second that the memory gives
 
 
-def to_dict(setting: Setting, records: Sequence[Record], notes: Sequence[str]) -> dict[str, Any]:
+def to_dict(setting: RaceSetting, records: Sequence[Record], notes: Sequence[str]) -> dict[str, Any]:
     return {
         "benchmark": setting.command,
         "model": setting.model,
@@ -54,7 +54,7 @@ def to_dict(setting: Setting, records: Sequence[Record], notes: Sequence[str]) -
     }
 
 
-def show_card(console: Console, setting: Setting, records: Sequence[Record], notes: Sequence[str]) -> None:
+def show_card(console: Console, setting: RaceSetting, records: Sequence[Record], notes: Sequence[str]) -> None:
     plural = "s" if setting.num_prompts != 1 else ""
     threads = f"{setting.threads} thread{'s' if setting.threads != 1 else ''}"
     head = f"{setting.model}, {setting.dtype} on {setting.device} with {threads}"
@@ -93,7 +93,7 @@ def _table(records: Sequence[Record]) -> Table:
     return table
 
 
-def _roof_line(setting: Setting, plain: Record) -> Text:
+def _roof_line(setting: RaceSetting, plain: Record) -> Text:
     share = plain.gigabytes_per_second.median / setting.bandwidth
     return Text(
         f"a pass reads {plain.pass_bytes / 1e6:.0f} MB of weights; the memory gives {setting.bandwidth:.1f} GB/s, "

@@ -31,7 +31,7 @@ WARM_UP = 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoundPlan:
     shape: str
     batch_size: int
     context: int
@@ -58,7 +58,7 @@ class Cost:
         return statistics.median(self.round_ms)
 
 
-def measure_all(plan: Plan, methods: Sequence[str], against: Sequence[str], num_tokens: int) -> dict[str, Any]:
+def measure_all(plan: RoundPlan, methods: Sequence[str], against: Sequence[str], num_tokens: int) -> dict[str, Any]:
     """Plain, then with each drafter, then other engines, as a report. What is unknown is refused before."""
     for name in methods:
         check_method(name)
@@ -81,7 +81,7 @@ def measure_all(plan: Plan, methods: Sequence[str], against: Sequence[str], num_
     return found
 
 
-def _settings(plan: Plan, method: str) -> SpeculativeConfig:
+def _settings(plan: RoundPlan, method: str) -> SpeculativeConfig:
     return SpeculativeConfig(
         method=method,
         num_speculative_tokens=plan.num_speculative_tokens,
@@ -92,13 +92,13 @@ def _settings(plan: Plan, method: str) -> SpeculativeConfig:
     )
 
 
-def _peers(plan: Plan, names: Sequence[str], num_tokens: int) -> list[PeerCost]:
+def _peers(plan: RoundPlan, names: Sequence[str], num_tokens: int) -> list[PeerCost]:
     shape, device = shape_of(plan.shape), plan.config.torch_device
     prompts = _prompts(plan, shape["vocab_size"])
     return measure_peers(names, shape, prompts, num_tokens, device, plan.config.torch_dtype("bfloat16"))
 
 
-def _peer(cost: PeerCost, plain: Cost, whole: float, plan: Plan) -> dict[str, Any]:
+def _peer(cost: PeerCost, plain: Cost, whole: float, plan: RoundPlan) -> dict[str, Any]:
     """Decoding is compared with decoding, and all of the work, prompts included, with all of it."""
     ours, theirs = 1e3 * plan.batch_size / plain.median, cost.steady
     return {
@@ -113,7 +113,7 @@ def _peer(cost: PeerCost, plain: Cost, whole: float, plan: Plan) -> dict[str, An
     }
 
 
-def whole_rate(plan: Plan, num_tokens: int) -> float:
+def whole_rate(plan: RoundPlan, num_tokens: int) -> float:
     """Tokens a second of plain decoding from the prompts to the last token, all requests together."""
     engine = random_engine(plan.config, shape_of(plan.shape))
     rates = []
@@ -131,7 +131,7 @@ def whole_rate(plan: Plan, num_tokens: int) -> float:
     return statistics.median(rates[1:])
 
 
-def measure(plan: Plan) -> Cost:
+def measure(plan: RoundPlan) -> Cost:
     engine = random_engine(plan.config, shape_of(plan.shape))
     speculative = plan.config.speculative
     try:
@@ -168,13 +168,13 @@ def _free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _requests(plan: Plan, engine: Engine, max_tokens: int | None = None) -> list[Request]:
+def _requests(plan: RoundPlan, engine: Engine, max_tokens: int | None = None) -> list[Request]:
     params = SamplingParams(temperature=plan.temperature, max_tokens=max_tokens, ignore_eos=True)
     prompts = _prompts(plan, engine.target.vocab_size)
     return [Request(f"random-{n}", prompt, params, seed=n) for n, prompt in enumerate(prompts)]
 
 
-def _prompts(plan: Plan, vocabulary: int) -> list[list[int]]:
+def _prompts(plan: RoundPlan, vocabulary: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(vocabulary, (plan.context,), generator=generator).tolist() for _ in range(plan.batch_size)]
 
@@ -209,7 +209,7 @@ def _cache_bytes_per_token(engine: Engine) -> int:
     return sum(layer.bytes_per_token(itemsize) for layer in engine.cache.layers)
 
 
-def to_dict(plan: Plan, costs: list[Cost], bandwidth: float | None) -> dict[str, Any]:
+def to_dict(plan: RoundPlan, costs: list[Cost], bandwidth: float | None) -> dict[str, Any]:
     plain = costs[0].median
     sides = []
     for cost in costs:

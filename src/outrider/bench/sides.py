@@ -20,7 +20,7 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Timing:
-    """One batch, answered once."""
+    """How long one batch took, answered once."""
 
     seconds: float
     first_token: float  # seconds until an answer's first token, on average

@@ -19,7 +19,7 @@ EXIT_STATUS = {PROVEN: 0, MISMATCH: 1, INCONCLUSIVE: 3}
 
 
 @dataclass
-class Counts:
+class CertifiedCounts:
     requests: int = 0
     tokens: int = 0
     rounds: int = 0
@@ -51,7 +51,7 @@ class Counts:
             self.ended += how.ended
             self.zero_draft_rounds += how.rounds - (how.drafted_at[0] if how.drafted_at else 0)
 
-    def __iadd__(self, other: Counts) -> Counts:
+    def __iadd__(self, other: CertifiedCounts) -> CertifiedCounts:
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
         return self
@@ -67,7 +67,7 @@ class Case:
     composition: str
     option: str
     temperature: float
-    counts: Counts = field(default_factory=Counts)
+    counts: CertifiedCounts = field(default_factory=CertifiedCounts)
 
     def to_dict(self) -> dict[str, Any]:
         named = {"composition": self.composition, "option": self.option, "temperature": self.temperature}
@@ -75,7 +75,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Identity:
+class CertifiedPair:
     """What was certified, and with what."""
 
     model: str
@@ -93,7 +93,7 @@ class Identity:
 
 @dataclass
 class Certificate:
-    identity: Identity
+    identity: CertifiedPair
     cases: list[Case] = field(default_factory=list)
     preemptions: dict[str, int] = field(default_factory=dict)  # by composition; they belong to no single case
     first_divergence: Divergence | None = None
@@ -105,8 +105,8 @@ class Certificate:
     seconds: float = 0.0
 
     @property
-    def counts(self) -> Counts:
-        total = Counts(preemptions=sum(self.preemptions.values()))
+    def counts(self) -> CertifiedCounts:
+        total = CertifiedCounts(preemptions=sum(self.preemptions.values()))
         for case in self.cases:
             total += case.counts
         return total

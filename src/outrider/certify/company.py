@@ -6,21 +6,21 @@ import random
 from collections.abc import Callable, Generator, Sequence
 from typing import cast
 
-from outrider.certify.questions import Question
+from outrider.certify.questions import ProofRequest
 from outrider.llm import LLM
 from outrider.outputs import RequestOutput
 
 OnStep = Callable[[int, int], None]
 MOST_JOINING = 24  # questions at a time that come and go
 
-Asker = Callable[[LLM, Sequence[Question], OnStep], list[RequestOutput]]
+Asker = Callable[[LLM, Sequence[ProofRequest], OnStep], list[RequestOutput]]
 
 
-def ask_together(llm: LLM, questions: Sequence[Question], on_step: OnStep) -> list[RequestOutput]:
+def ask_together(llm: LLM, questions: Sequence[ProofRequest], on_step: OnStep) -> list[RequestOutput]:
     return llm.generate([each.prompt for each in questions], [each.params for each in questions], on_step=on_step)
 
 
-def ask_alone(llm: LLM, questions: Sequence[Question], on_step: OnStep) -> list[RequestOutput]:
+def ask_alone(llm: LLM, questions: Sequence[ProofRequest], on_step: OnStep) -> list[RequestOutput]:
     outputs, done = [], 0
     for question in questions:
         outputs += llm.generate(question.prompt, question.params)
@@ -29,7 +29,7 @@ def ask_alone(llm: LLM, questions: Sequence[Question], on_step: OnStep) -> list[
     return outputs
 
 
-def ask_shuffled(llm: LLM, questions: Sequence[Question], on_step: OnStep) -> list[RequestOutput]:
+def ask_shuffled(llm: LLM, questions: Sequence[ProofRequest], on_step: OnStep) -> list[RequestOutput]:
     order = list(range(len(questions)))
     random.Random(0).shuffle(order)
     outputs = ask_together(llm, [questions[place] for place in order], on_step)
@@ -37,7 +37,7 @@ def ask_shuffled(llm: LLM, questions: Sequence[Question], on_step: OnStep) -> li
     return [by_place[place] for place in range(len(questions))]
 
 
-def ask_joining(llm: LLM, questions: Sequence[Question], on_step: OnStep) -> list[RequestOutput]:
+def ask_joining(llm: LLM, questions: Sequence[ProofRequest], on_step: OnStep) -> list[RequestOutput]:
     """They come at random moments, while others read or answer. One in eight is asked once more by somebody who goes
     away in the middle of the answer."""
     chance = random.Random(2)

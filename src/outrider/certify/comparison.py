@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from outrider.certify.questions import UNADJUSTED, Question
+from outrider.certify.questions import UNADJUSTED, ProofRequest
 from outrider.kernels.sampling import gumbel
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput, RequestOutput
@@ -125,7 +125,7 @@ def corrupted(output: RequestOutput, position: int, vocab_size: int) -> RequestO
     return replace(output, outputs=[replace(first, token_ids=ids), *output.outputs[1:]])
 
 
-def describe(question: Question, plain: RequestOutput, difference: Difference, case: str) -> Divergence:
+def describe(question: ProofRequest, plain: RequestOutput, difference: Difference, case: str) -> Divergence:
     output = plain.outputs[difference.completion]
     return Divergence(
         case=case,

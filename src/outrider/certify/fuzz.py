@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.certify.comparison import LOGPROB_TOLERANCE
-from outrider.certify.trial import Answers, Failure, Figures, Pair, Trial, settled
-from outrider.certify.worlds import MAX_MODEL_LEN, Asked, Ground, World, draw_world
+from outrider.certify.trial import Answers, Failure, FuzzFigures, Pair, WorldTrial, settled
+from outrider.certify.worlds import MAX_MODEL_LEN, Ground, World, WorldRequest, draw_world
 from outrider.engine.request import Request
 from outrider.kernels import native
 from outrider.llm import LLM
@@ -22,7 +22,7 @@ REFERENCE = {"page_size": 16, "enable_prefix_caching": False, "enforce_eager": T
 
 @dataclass
 class FuzzReport:
-    figures: Figures = field(default_factory=Figures)
+    figures: FuzzFigures = field(default_factory=FuzzFigures)
     failures: list[Failure] = field(default_factory=list)
 
     @property
@@ -43,8 +43,8 @@ class Truth:
         )
         self.tolerance = 0.0 if same_bits else LOGPROB_TOLERANCE[self.llm.target.embed.weight.dtype]
 
-    def answers(self, asked: Asked) -> list[Request]:
-        """One for each of the n."""
+    def answers(self, asked: WorldRequest) -> list[Request]:
+        """The answers to one request: one for each of its n."""
         requests = self.llm.requests_for(list(asked.prompt), asked.params, asked.number)
         for request in requests:
             self.llm.engine.add(request)
@@ -56,16 +56,16 @@ class Truth:
         self.llm.close()
 
 
-def run_world(world: World, pair: Pair, truth: Truth, answers: Answers) -> tuple[Figures, Failure | None]:
+def run_world(world: World, pair: Pair, truth: Truth, answers: Answers) -> tuple[FuzzFigures, Failure | None]:
     """Lets a world happen, and compares."""
     begin, trial = time.perf_counter(), None
     try:
-        trial = Trial(world, pair, answers)
+        trial = WorldTrial(world, pair, answers)
         trial.happen()
         failure = trial.first_difference(truth.tolerance) or trial.leftovers()
     except Exception:
         failure = Failure(pair.name, world, None, traceback.format_exc())
-    figures = trial.figures if trial is not None else Figures(worlds=1)
+    figures = trial.figures if trial is not None else FuzzFigures(worlds=1)
     if trial is not None:
         trial.close()
     return replace(figures, seconds=time.perf_counter() - begin), failure
@@ -106,7 +106,7 @@ def fuzz(
 
 def try_world(
     seed: str, pair: Pair, truth: Truth, only: Sequence[int] | None = None, *, records: bool = False
-) -> tuple[Figures, Failure | None]:
+) -> tuple[FuzzFigures, Failure | None]:
     """The world of a seed, with all of its requests or some. One that fails comes back smaller, where that can be."""
     world = draw_world(seed, truth.ground, records=records)
     if only is not None:

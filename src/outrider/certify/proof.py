@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from outrider.bench.prompts import PromptChoice, PromptText, Vocabulary
-from outrider.certify.certificate import Case, Certificate, Identity
+from outrider.bench.prompts import PromptChoice, PromptText, PromptVocabulary
+from outrider.certify.certificate import Case, Certificate, CertifiedPair
 from outrider.certify.company import Asker, OnStep, ask_alone, ask_joining, ask_shuffled, ask_together
 from outrider.certify.comparison import (
     LOGPROB_TOLERANCE,
@@ -25,8 +25,8 @@ from outrider.certify.comparison import (
     largest_logprob_difference,
 )
 from outrider.certify.distribution import DrawPlan, draw, evaluate_draws, plan_draws, second_token_drafts
-from outrider.certify.questions import FULL, OPTIONS, Effort, Question, ask, built_in_prompts
-from outrider.certify.restless import Restless
+from outrider.certify.questions import FULL, OPTIONS, ProofEffort, ProofRequest, ask, built_in_prompts
+from outrider.certify.random_depth import RandomDepth
 from outrider.config import EngineConfig, SpeculativeConfig, batch_limits
 from outrider.engine.policy import FixedDepth
 from outrider.llm import LLM
@@ -81,12 +81,12 @@ class Composition:
     name: str
     ask: Asker
     settings: Mapping[str, Any] = field(default_factory=dict)
-    every: Callable[[Effort], int] = lambda effort: 1  # of how many questions one is asked
+    every: Callable[[ProofEffort], int] = lambda effort: 1  # of how many questions one is asked
     is_tight: bool = False  # with a cache that holds little more than one request
-    is_restless: bool = False  # the drafter drafts more, less, or rests, by turns
+    random_depth: bool = False  # the drafter drafts more, less, or rests, by turns
 
 
-def _others_every(effort: Effort) -> int:
+def _others_every(effort: ProofEffort) -> int:
     return effort.others_every
 
 
@@ -95,7 +95,7 @@ COMPOSITIONS = (
     Composition("together", ask_together),
     Composition("shuffled", ask_shuffled, every=_others_every),
     Composition("joining", ask_joining, every=_others_every),
-    Composition("resting by turns", ask_together, every=_others_every, is_restless=True),
+    Composition("resting by turns", ask_together, every=_others_every, random_depth=True),
     # An engine lets every running request move in every step, so a small step also needs few requests.
     Composition("chunked prefill", ask_together, {"max_num_seqs": 4, "max_num_batched_tokens": 8}, _others_every),
     Composition("preempted", ask_together, {"max_num_seqs": 8}, _others_every, is_tight=True),
@@ -110,7 +110,7 @@ COMPOSITIONS = (
 
 
 class Proof:
-    def __init__(self, subject: Subject, questions: Sequence[Question], effort: Effort, watch: Watch) -> None:
+    def __init__(self, subject: Subject, questions: Sequence[ProofRequest], effort: ProofEffort, watch: Watch) -> None:
         self.subject, self.questions, self.effort, self.watch = subject, questions, effort, watch
         self.sample = self._places(COMPOSITIONS[0])
         asked = [range(len(questions)), self.sample, *map(self._places, COMPOSITIONS)]
@@ -177,7 +177,7 @@ class Proof:
         questions = [self.questions[place] for place in places]
         before = llm.engine.scheduler.num_preemptions
         lookahead = llm.engine.lookahead
-        with llm.engine.drafting_with(Restless(lookahead) if composition.is_restless else FixedDepth(lookahead)):
+        with llm.engine.drafting_with(RandomDepth(lookahead) if composition.random_depth else FixedDepth(lookahead)):
             outputs = composition.ask(llm, questions, self.watch.stage(composition.name))
         certificate.preemptions[composition.name] = llm.engine.scheduler.num_preemptions - before
         cases: dict[tuple[str, float], Case] = {}
@@ -213,10 +213,10 @@ class Proof:
         number = len(self.questions)
         return sorted(random.Random(1).sample(range(number), -(-number // composition.every(self.effort))))
 
-    def _identity(self, llm: LLM) -> Identity:
+    def _identity(self, llm: LLM) -> CertifiedPair:
         settings = self.subject.speculative
         method = method_of(llm) or "none"
-        return Identity(
+        return CertifiedPair(
             model=shown_name(self.subject.config.model),
             architecture=str((llm.target.config.get("architectures") or ["unnamed"])[0]),
             num_parameters=llm.target.num_parameters,
@@ -260,7 +260,7 @@ def certify(
     speculative_config: Speculative = AUTO,
     *,
     prompts: Sequence[PromptText] | None = None,
-    effort: Effort = FULL,
+    effort: ProofEffort = FULL,
     progress: Progress | None = None,
 ) -> Certificate:
     """Plain against speculative decoding of one target. Without a drafter, the embedded target's own or n-grams."""
@@ -269,12 +269,12 @@ def certify(
 
 
 def certify_config(
-    config: EngineConfig, choice: PromptChoice, effort: Effort = FULL, progress: Progress | None = None
+    config: EngineConfig, choice: PromptChoice, effort: ProofEffort = FULL, progress: Progress | None = None
 ) -> Certificate:
-    """The same for an engine of which everything was chosen."""
+    """certify() for an engine of which everything was chosen."""
     begin = time.perf_counter()
     assert config.speculative is not None, "a proof needs a drafter"
-    vocabulary = Vocabulary.of(config.model)
+    vocabulary = PromptVocabulary.of(config.model)
     texts = choice.texts if choice.texts is not None else built_in_prompts(vocabulary, effort)
     ids = vocabulary.encode_all(texts, choice.chat)
     questions = ask(ids, effort, has_tokenizer=vocabulary.tokenizer is not None)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from outrider.bench.prompts import PromptText, Vocabulary, random_prompts
+from outrider.bench.prompts import PromptText, PromptVocabulary, random_prompts
 from outrider.sampling_params import SamplingParams
 
 FIRST_SEED = 20_261
 
 
 @dataclass(frozen=True)
-class Effort:
+class ProofEffort:
     """How much is asked."""
 
     num_prompts: int
@@ -30,8 +30,8 @@ class Effort:
             raise ValueError(f"max_tokens must be at least 4, not {self.max_tokens}: drafts need room to be judged")
 
 
-QUICK = Effort(num_prompts=4, num_seeds=1, max_tokens=16, alone_every=4, others_every=2, max_draws=1500)
-FULL = Effort(num_prompts=12, num_seeds=2, max_tokens=32, alone_every=4, others_every=2, max_draws=6000)
+QUICK = ProofEffort(num_prompts=4, num_seeds=1, max_tokens=16, alone_every=4, others_every=2, max_draws=1500)
+FULL = ProofEffort(num_prompts=12, num_seeds=2, max_tokens=32, alone_every=4, others_every=2, max_draws=6000)
 TEMPERATURES = (0.0, 0.7, 1.0)
 
 _raw = partial(PromptText, is_chat=False)
@@ -93,7 +93,7 @@ UNADJUSTED = frozenset({"plain", "two answers", "logprobs"})  # the choice is ma
 
 
 @dataclass(frozen=True)
-class Question:
+class ProofRequest:
     """One request that is put to both sides."""
 
     prompt_number: int
@@ -115,13 +115,13 @@ class Question:
         return len(self.prompt_token_ids) + self.params.max_tokens
 
 
-def built_in_prompts(vocabulary: Vocabulary, effort: Effort) -> list[PromptText]:
+def built_in_prompts(vocabulary: PromptVocabulary, effort: ProofEffort) -> list[PromptText]:
     if vocabulary.tokenizer is None:
         return random_prompts(vocabulary.size, effort.num_prompts)
     return list(PROMPTS[: effort.num_prompts])
 
 
-def ask(prompts: Sequence[Sequence[int]], effort: Effort, *, has_tokenizer: bool) -> list[Question]:
+def ask(prompts: Sequence[Sequence[int]], effort: ProofEffort, *, has_tokenizer: bool) -> list[ProofRequest]:
     """Every question, those of one prompt side by side: a batch then mixes all options and temperatures."""
     questions = []
     for number, ids in enumerate(prompts):
@@ -132,5 +132,5 @@ def ask(prompts: Sequence[Sequence[int]], effort: Effort, *, has_tokenizer: bool
             for temperature in TEMPERATURES:
                 for seed in range(effort.num_seeds if temperature else 1):
                     params = SamplingParams(temperature=temperature, seed=FIRST_SEED + 100 * number + seed, **given)
-                    questions.append(Question(number, tuple(ids), option, params))
+                    questions.append(ProofRequest(number, tuple(ids), option, params))
     return questions

@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from outrider.certify.certificate import INCONCLUSIVE, MISMATCH, PROVEN, Case, Certificate, Counts
+from outrider.certify.certificate import INCONCLUSIVE, MISMATCH, PROVEN, Case, Certificate, CertifiedCounts
 from outrider.certify.comparison import Divergence
 from outrider.certify.questions import OPTIONS
 
@@ -120,15 +120,15 @@ def _check_lines(certificate: Certificate) -> list[str]:
     return lines
 
 
-def _sum(certificate: Certificate, chosen: Callable[[Case], bool]) -> Counts:
-    total = Counts()
+def _sum(certificate: Certificate, chosen: Callable[[Case], bool]) -> CertifiedCounts:
+    total = CertifiedCounts()
     for case in certificate.cases:
         if chosen(case):
             total += case.counts
     return total
 
 
-def _add(table: Table, name: str, counts: Counts, *, preempted: bool = True) -> None:
+def _add(table: Table, name: str, counts: CertifiedCounts, *, preempted: bool = True) -> None:
     style = "bold red" if counts.mismatches else "green"
     table.add_row(
         name,

@@ -10,8 +10,8 @@ from typing import Any
 
 from outrider.certify.comparison import compare
 from outrider.certify.hints import guide
-from outrider.certify.restless import Restless
-from outrider.certify.worlds import MAX_MODEL_LEN, Asked, World
+from outrider.certify.random_depth import RandomDepth
+from outrider.certify.worlds import MAX_MODEL_LEN, World, WorldRequest
 from outrider.config import EngineConfig, SpeculativeConfig, WatchdogConfig
 from outrider.engine.engine import Engine
 from outrider.engine.flight import Flight
@@ -26,7 +26,7 @@ from outrider.sampling_params import SamplingParams
 from outrider.server.faults import blame, discard
 from outrider.types import Outcome
 
-NERVOUS = WatchdogConfig(dead_acceptance=0.4, window=2, engine_window=4, rest=3)
+NERVOUS = WatchdogConfig(dead_acceptance=0.4, window=2, engine_window=4, pause=3)
 MAX_STEPS = 20_000  # of a world: more would be for ever
 
 Answers = Mapping[int, Sequence[Request]]  # by the number of what was asked
@@ -46,7 +46,7 @@ class Pair:
 
 
 @dataclass
-class Figures:
+class FuzzFigures:
     """What was tried: a fuzz in which something never happened has not shown that it does no harm."""
 
     worlds: int = 0
@@ -65,7 +65,7 @@ class Figures:
     recorded_rounds: int = 0
     seconds: float = 0.0
 
-    def add(self, other: Figures) -> None:
+    def add(self, other: FuzzFigures) -> None:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -91,12 +91,12 @@ class Failure:
         return [each.number for each in self.world.asked]
 
 
-class Trial:
+class WorldTrial:
     """One world as it happens."""
 
     def __init__(self, world: World, pair: Pair, answers: Answers) -> None:
         self.world, self.pair, self.answers = world, pair, answers
-        self.figures = Figures(worlds=1)
+        self.figures = FuzzFigures(worlds=1)
         self._chance = random.Random(f"{world.seed} happens")
         self._llm = open_engine(world, pair)
         self._running: dict[int, list[Request]] = {}
@@ -186,7 +186,7 @@ class Trial:
             self._guilty = self._guilty if request is not self._guilty else None
         self._torn = None
 
-    def _params(self, asked: Asked) -> SamplingParams:
+    def _params(self, asked: WorldRequest) -> SamplingParams:
         """With what its client thinks it will be told, where there is room for such drafts."""
         if asked.predicts is None or self._llm.engine.drafting.predicting is None:
             return asked.params
@@ -227,11 +227,11 @@ class Trial:
         drafter.propose = breaking_propose  # type: ignore[method-assign, assignment]
         engine.drafting.policy = self._policy(engine)
         if self.world.watchdog_acts:
-            engine.watchdog = Watchdog(NERVOUS, acts=True, rebuilds=not drafter.from_text)
+            engine.watchdog = Watchdog(NERVOUS, acts=True, rebuilds=not drafter.reads_tokens_only)
 
     def _policy(self, engine: Engine) -> DepthPolicy:
         if self.world.policy == "restless":
-            return Restless(engine.lookahead, self._chance.randrange(100))
+            return RandomDepth(engine.lookahead, self._chance.randrange(100))
         if self.world.policy == "adaptive":
             return Governor(engine.lookahead, engine.cache.shape.num_slots)
         return FixedDepth(engine.lookahead)

@@ -36,7 +36,7 @@ class Ground:
 
 
 @dataclass(frozen=True)
-class Asked:
+class WorldRequest:
     """A request, and when it comes and goes, in steps of the engine."""
 
     number: int
@@ -58,7 +58,7 @@ class World:
     watchdog_acts: bool
     faults: dict[int, str] = field(default_factory=dict)  # by step
     rebuilds: tuple[int, ...] = ()  # steps after which somebody's memory is taken for spoilt
-    asked: tuple[Asked, ...] = ()
+    asked: tuple[WorldRequest, ...] = ()
 
     def with_only(self, numbers: Sequence[int]) -> World:
         """This world with only some of its requests."""
@@ -97,13 +97,13 @@ def draw_world(seed: str, ground: Ground, num_requests: int = 16, *, records: bo
     )
 
 
-def _ask(chance: random.Random, ground: Ground, stems: Sequence[list[int]], number: int, step: int) -> Asked:
+def _ask(chance: random.Random, ground: Ground, stems: Sequence[list[int]], number: int, step: int) -> WorldRequest:
     stem = chance.choice(stems)
     tail = _tokens(chance, ground, chance.choice([1, 1, 2, 5, 17]))
     prompt = (stem[: chance.randint(0, len(stem))] + tail * chance.choice([1, 1, 3]))[:72]
     guided = ground.has_grammars and chance.random() < 0.3
     params = _guided_params(chance) if guided else _params(chance, ground, prompt)
-    return Asked(
+    return WorldRequest(
         number=number,
         prompt=tuple(prompt),
         params=replace(params, n=chance.choice([1] * 6 + [2, 3])),

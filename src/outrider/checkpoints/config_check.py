@@ -14,16 +14,16 @@ LONGEST_SHOWN = 60  # characters of a value in a message
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldKind:
     """What a value may be: of these types, in this range; a list, of such entries."""
 
     what: str
     types: tuple[type, ...]
     low: float = -math.inf
     high: float = math.inf
-    entries: Kind | None = None  # of a list
+    entries: FieldKind | None = None  # of a list
     null: str = KEPT
-    other: Kind | None = None  # what it may be instead
+    other: FieldKind | None = None  # what it may be instead
 
     def allows(self, value: Any) -> bool:
         return self._allows(value) or (self.other is not None and self.other.allows(value))
@@ -43,16 +43,16 @@ class Kind:
         return own if self.other is None else f"{own}, or {self.other}"
 
 
-def _whole(low: int, high: int) -> Kind:
-    return Kind("a whole number", (int,), low, high)
+def _whole(low: int, high: int) -> FieldKind:
+    return FieldKind("a whole number", (int,), low, high)
 
 
-def _number(low: float, high: float) -> Kind:
-    return Kind("a number", (int, float), low, high)
+def _number(low: float, high: float) -> FieldKind:
+    return FieldKind("a number", (int, float), low, high)
 
 
-def _listed(entries: Kind) -> Kind:
-    return Kind("a list", (list,), entries=entries)
+def _listed(entries: FieldKind) -> FieldKind:
+    return FieldKind("a list", (list,), entries=entries)
 
 
 SIZE = _whole(1, 2**24)
@@ -62,16 +62,16 @@ TOKEN = _whole(-1, 2**31)
 EPSILON = replace(_number(0, 1), null=REFUSED)
 FACTOR = _number(-1e4, 1e4)
 POSITIVE = _number(1e-6, 1e6)
-FLAG = Kind("true or false", (bool,))
-TEXT = Kind("text", (str,))
+FLAG = FieldKind("true or false", (bool,))
+TEXT = FieldKind("text", (str,))
 TEXTS, NUMBERS, WHOLES = _listed(TEXT), _listed(_number(-1e9, 1e9)), _listed(COUNT)
-OBJECT = Kind("an object", (dict,))
-NOTHING = Kind("null", (type(None),))
+OBJECT = FieldKind("an object", (dict,))
+NOTHING = FieldKind("null", (type(None),))
 LIMITS = _listed(replace(_number(0, 1e6), other=NOTHING))
 THETA = replace(_number(1.001, 1e12), null=LEFT_OUT)
 PART = replace(_number(1e-3, 1), null=LEFT_OUT)
 
-_KINDS: dict[Kind, str] = {
+_KINDS: dict[FieldKind, str] = {
     SIZE: "hidden_size intermediate_size vocab_size num_attention_heads num_key_value_heads head_dim "
     "num_attention_groups num_sliding_attention_heads global_head_dim num_global_key_value_heads attention_head_dim "
     "kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim true_head_dim "
@@ -131,9 +131,9 @@ _KINDS: dict[Kind, str] = {
     OBJECT: "rope_parameters rope_scaling full_attention sliding_attention eagle_config "
     "dflash_config dspark_config transformer_layer_config attention_other_setting per_layer_config",
     # read by what is said of them, or compared with what is supported, whatever their type
-    replace(_listed(Kind("anything", (object,))), null=KEPT): "time_step_limit mamba_dt_limit",
+    replace(_listed(FieldKind("anything", (object,))), null=KEPT): "time_step_limit mamba_dt_limit",
 }
-KEYS: dict[str, Kind] = {key: kind for kind, keys in _KINDS.items() for key in keys.split()}
+KEYS: dict[str, FieldKind] = {key: kind for kind, keys in _KINDS.items() for key in keys.split()}
 # of a vision tower, whose other keys are read by transformers
 VISION = frozenset({"spatial_merge_size", "deepstack_visual_indexes"})
 
@@ -160,7 +160,7 @@ def _checked(config: Mapping[str, Any], outer: str, where: str | Path) -> Iterat
         yield key, dict(_checked(value, f"{outer}{key}.", where)) if isinstance(value, dict) else value
 
 
-def _refusal(where: str | Path, key: str, kind: Kind, value: Any) -> ValueError:
+def _refusal(where: str | Path, key: str, kind: FieldKind, value: Any) -> ValueError:
     shown = repr(value)
     shown = shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."
     return ValueError(f"{where}: {key} must be {kind}, not {shown}; repair it, or download the file again")

@@ -96,7 +96,7 @@ def check_kind(checkpoint: Checkpoint, name: str, tensor: Tensor, parameter: Ten
 
 
 def scales_are_finite(rows: Blocks | Tiles) -> bool:
-    """Of quantised rows."""
+    """Whether all scales of quantised rows are finite numbers."""
     if isinstance(rows, Tiles):
         _, unit_bytes, place = TILE_UNITS[rows.type_number]
         return not _any_not_finite(rows.data.view(-1, unit_bytes)[:, place].reshape(-1, 2))
@@ -106,7 +106,7 @@ def scales_are_finite(rows: Blocks | Tiles) -> bool:
 
 
 def _any_not_finite(halves: Tensor) -> bool:
-    """Of half-precision numbers as their two bytes, the high one last."""
+    """Whether some half-precision number, given as two bytes with the high one last, is infinite or no number."""
     return bool((halves[:, 1] & (EXPONENT >> 8)).eq_(EXPONENT >> 8).any())
 
 

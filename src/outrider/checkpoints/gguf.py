@@ -82,7 +82,7 @@ class GgufCheckpoint:
         return read_blocks(self._memory, self._entry(name), self._checked_rope_heads(name), self._arena)
 
     def tiles(self, name: str) -> Tiles:
-        """The same, laid out for dot products in whole numbers."""
+        """A quantised matrix of the file, laid out for dot products in whole numbers."""
         return read_tiles(self._memory, self._entry(name), self._checked_rope_heads(name), self._arena)
 
     def held_bytes(self, *, tiled: bool) -> int:

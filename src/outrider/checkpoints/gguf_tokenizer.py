@@ -43,7 +43,7 @@ SPLITTINGS = {
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class GgufVocabulary:
     """What both models share."""
 
     metadata: Metadata
@@ -96,7 +96,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer | None:
     )
 
 
-def _read_vocabulary(metadata: Metadata) -> Vocabulary:
+def _read_vocabulary(metadata: Metadata) -> GgufVocabulary:
     tokens = _texts(metadata, "tokenizer.ggml.tokens")
     kinds = metadata.get("tokenizer.ggml.token_type", list, [NORMAL] * len(tokens))
     if len(kinds) != len(tokens):
@@ -106,7 +106,7 @@ def _read_vocabulary(metadata: Metadata) -> Vocabulary:
         # Converters fill a vocabulary up to the size of the embedding with such tokens; the model never had them.
         if not (kinds[id] in (UNUSED, USER_DEFINED) and token == f"[PAD{id}]"):
             ids.setdefault(token, id)
-    return Vocabulary(metadata, tokens, kinds, ids)
+    return GgufVocabulary(metadata, tokens, kinds, ids)
 
 
 def _texts(metadata: Metadata, key: str) -> list[str]:
@@ -123,14 +123,14 @@ def _read_templates(metadata: Metadata) -> dict[str, str]:
     return templates | ({"default": metadata.get(key, str)} if key in metadata.values else {})
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, *, normalised: bool = False) -> None:
+def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: GgufVocabulary, *, normalised: bool = False) -> None:
     """Tokens that are found in a text as they stand, before any splitting; plain ones maybe in the normalised text."""
     special, plain = vocabulary.of_kind(CONTROL, UNKNOWN), vocabulary.of_kind(USER_DEFINED)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     backend.add_tokens([AddedToken(token, special=False, normalized=normalised) for token in plain])
 
 
-def _byte_level(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_level(vocabulary: GgufVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """The model "gpt2", and whether it puts bos before a text by default."""
     metadata = vocabulary.metadata
     name = metadata.get("tokenizer.ggml.pre", str, "default")
@@ -150,7 +150,7 @@ def _byte_level(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     return backend, splitting.add_bos
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+def _sentencepiece(vocabulary: GgufVocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """The model "llama", and whether it puts bos before a text by default."""
     merges = _merges_from_scores(vocabulary)
     unknown = vocabulary.special("unk")
@@ -169,13 +169,15 @@ def _sentencepiece(vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     return backend, True
 
 
-MODELS: dict[str, Callable[[Vocabulary], tuple[tokenizers.Tokenizer, bool]]] = {
+MODELS: dict[str, Callable[[GgufVocabulary], tuple[tokenizers.Tokenizer, bool]]] = {
     "gpt2": _byte_level,
     "llama": _sentencepiece,
 }
 
 
-def _byte_pair_backend(vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
+def _byte_pair_backend(
+    vocabulary: GgufVocabulary, merges: list[tuple[str, str]], **options: Any
+) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer(models.BPE(vocabulary.ids, merges, **options))
     except Exception as error:  # the library raises a bare Exception, such as for a merge of unknown tokens
@@ -189,7 +191,7 @@ def _split_merge(merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _merges_from_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def _merges_from_scores(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     """Sentencepiece joins the neighbours that make the best-scored piece: all ways to make each piece, best first."""
     metadata, ids = vocabulary.metadata, vocabulary.ids
     scores = metadata.get("tokenizer.ggml.scores", list)

@@ -74,7 +74,7 @@ def read_blocks(memory: mmap.mmap, entry: TensorEntry, num_heads: int, arena: Ar
 
 
 def read_tiles(memory: mmap.mmap, entry: TensorEntry, num_heads: int, arena: Arena) -> Tiles:
-    """The same, laid out for dot products in whole numbers."""
+    """The blocks of a matrix, laid out for dot products in whole numbers."""
     num_rows, row_len = entry.shape
     data = arena.take(-(-num_rows // TILE_ROWS), Tiles.tile_bytes(entry.type_number, row_len))
     tiles = Tiles(data, entry.type_number, row_len, num_rows)

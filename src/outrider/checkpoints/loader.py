@@ -61,16 +61,16 @@ def build_drafter(settings: SpeculativeConfig, target: Target, checkpoint: Check
     return drafters[method].build(settings, target, checkpoint)
 
 
-def lives_in_target(settings: SpeculativeConfig) -> bool:
+def weights_in_target(settings: SpeculativeConfig) -> bool:
     """Whether the drafter's weights are in the target's own checkpoint."""
-    return settings.model is None and drafters[resolve_method(settings, None)].lives_in_target
+    return settings.model is None and drafters[resolve_method(settings, None)].weights_in_target
 
 
 def resolve_method(settings: SpeculativeConfig, checkpoint: Checkpoint | None) -> str:
     """The method the user named, or the one whose checkpoints look like this; or one that claims to be meant by it."""
     method = settings.method if settings.method is not None else _recognised(checkpoint)
     config = checkpoint.config if checkpoint is not None else {}
-    return next((name for name in drafters if drafters[name].stands_for(method, settings, config)), method)
+    return next((name for name in drafters if drafters[name].replaces(method, settings, config)), method)
 
 
 def _recognised(checkpoint: Checkpoint | None) -> str:
@@ -170,7 +170,7 @@ def keeps_few_bits(checkpoint: Checkpoint, device: torch.device, kind: Kind | No
 def _as_stored(
     parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight, *, tiled: bool
 ) -> Packed | Quantised | None:
-    """None where the tensors are not all quantised, or have no common form."""
+    """The tensors of a weight as they are stored; None where not all are quantised, or they have no common form."""
     if weight.combine is not None:
         return _combined_as_stored(parameter, checkpoint, weight)
     if isinstance(checkpoint, GgufCheckpoint):
@@ -207,7 +207,7 @@ def _combined_as_stored(parameter: nn.Parameter, checkpoint: Checkpoint, weight:
 
 
 def _keep(parameter: nn.Parameter, form: Packed | Quantised | None, kept: KeptBlocks) -> bool:
-    """Instead of the parameter's own memory."""
+    """Keeps a matrix in its packed form instead of the parameter's own memory."""
     if form is None:
         return False
     kept[parameter] = form

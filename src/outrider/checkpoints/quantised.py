@@ -11,7 +11,7 @@ from outrider.checkpoints.quantised_weight import FLOAT8_TYPES, Settings, Stored
 from outrider.kernels.quantised import Quantised
 from outrider.types import Checkpoint
 
-ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale")  # for keys and values in few bits, which ours are not
+ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale")  # for keys and values in 8 bits
 
 
 def dequantised(checkpoint: Checkpoint) -> Checkpoint:
@@ -70,6 +70,19 @@ class QuantisedCheckpoint:
         if "scale" not in stored.parts or len(self.shape(name)) not in (2, 3):
             return None
         return self._format.quantised(replace(stored, device=device))
+
+    def page_scale(self, name: str) -> float | None:
+        """What a 1 in pages of 8 bits stands for, by a tensor of this name; None where there is none."""
+        if name not in self._inner.names():
+            return None
+        scale = self._inner.tensor(name).float()
+        if scale.numel() != 1 or not 0 < scale.item() < float("inf"):
+            found = f"{scale.item():g}" if scale.numel() == 1 else f"{scale.numel()} numbers"
+            raise ValueError(
+                f"{self.path}: {name} must be one number above 0, for all heads of a layer, not {found}: leave "
+                "kv_cache_dtype out, so that it is not needed"
+            )
+        return float(scale.item())
 
     def close(self) -> None:
         self._inner.close()

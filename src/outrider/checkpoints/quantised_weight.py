@@ -138,7 +138,8 @@ class Blocks:
         return values.flatten(-2)[..., :num_columns].contiguous()
 
     def quantised(self) -> Quantised | None:
-        """As kernels compute with it, matrices of a stack one below the other; None where they know no such form."""
+        """The weight as kernels compute with it, matrices of a stack one below the other; None where they know no such
+        form."""
         if self.values.ndim == 3:
             parts = [self._matrix(number).quantised() for number in range(len(self.values))]
             known = [part for part in parts if part is not None]
@@ -169,7 +170,7 @@ class Blocks:
         return replace(self, values=self.values[number], scale=scale, zero=own(self.zero))
 
     def _numbers(self) -> tuple[Kind, Tensor, int] | None:
-        """Their kind, one a byte, and what was taken off each of them."""
+        """The numbers of the weight: their kind, one a byte, and what was taken off each of them."""
         values = self.values
         if values.dtype == torch.float8_e4m3fn:
             return Kind.FP8, values.view(torch.uint8), 0

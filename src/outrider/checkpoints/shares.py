@@ -32,7 +32,7 @@ def fill_share(
 
 
 def _put(place: Tensor, dim: int, pieces: Iterable[Tensor]) -> None:
-    """One behind the other; what is left is padding."""
+    """Puts tensors into a parameter one behind the other; what is left is padding."""
     done = 0
     for piece in pieces:
         place.narrow(dim, done, piece.shape[dim]).copy_(piece)
@@ -41,7 +41,7 @@ def _put(place: Tensor, dim: int, pieces: Iterable[Tensor]) -> None:
 
 
 def _rows(parameter: nn.Parameter, cut: Cut, checkpoint: Checkpoint, weight: Weight) -> Iterator[Tensor]:
-    """Of tensors that are joined one below the other."""
+    """Rows of tensors that are joined one below the other."""
     for begin, end in cut.share.ranges:
         first = 0
         for name in weight.names:

@@ -33,7 +33,7 @@ OWN = {
 
 
 def _is_xgrammar(config: Any) -> bool:
-    """Of structured_outputs_config: nothing but what is so in any case."""
+    """Whether structured_outputs_config asks for nothing but what is so in any case."""
     backends = {"backend": ("auto", "xgrammar"), "disable_fallback": (False, True)}
     switches = ("disable_any_whitespace", "enable_in_reasoning", "reasoning_parser", "reasoning_parser_plugin")
     taken = {**backends, **dict.fromkeys(switches, (False, "")), "disable_additional_properties": (False, True)}

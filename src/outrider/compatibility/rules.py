@@ -70,7 +70,7 @@ class Rules:
         return "nobody knows it" + (f" (did you mean {close[0]}?)" if close else "")
 
     def names(self) -> list[str]:
-        """All that it says something about."""
+        """Every argument that these rules say something about."""
         groups: list[NoEffect | Refused] = [*self.no_effect, *self.refused]
         return [*self.works, *(name for group in groups for name in group.names)]
 

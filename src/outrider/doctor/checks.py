@@ -11,7 +11,7 @@ import torch
 
 from outrider.agreement import MIN_PLACES, Agreement
 from outrider.checkpoints.checkpoint import load_tokenizer, open_checkpoint
-from outrider.doctor.diagnosis import FAULT, GOOD, NOTE, Bucket, Finding
+from outrider.doctor.diagnosis import FAULT, GOOD, NOTE, ContextBucket, Finding
 from outrider.doctor.readings import differing_rotaries, rope_settings
 from outrider.drafters.base import Drafter
 from outrider.models.base import Target
@@ -23,14 +23,14 @@ LONG_CONTEXT_KEEPS = 0.6  # of the accepted draft tokens a round: less is suspic
 
 
 @dataclass(frozen=True)
-class Papers:
+class DrafterFiles:
     """What the drafter's own checkpoint carries, where it has one."""
 
     config: dict[str, Any]
     tokenizer: Tokenizer | None
 
     @classmethod
-    def of(cls, model: str | None) -> Papers:
+    def of(cls, model: str | None) -> DrafterFiles:
         if model is None:
             return cls({}, None)
         checkpoint = open_checkpoint(model)
@@ -46,7 +46,9 @@ class Papers:
         return int(found[0]) if found else None
 
 
-def static_findings(drafter: Drafter, target: Target, tokenizer: Tokenizer | None, papers: Papers) -> list[Finding]:
+def static_findings(
+    drafter: Drafter, target: Target, tokenizer: Tokenizer | None, papers: DrafterFiles
+) -> list[Finding]:
     return [
         *_weights(drafter),
         *_vocabulary(drafter, target),
@@ -56,7 +58,9 @@ def static_findings(drafter: Drafter, target: Target, tokenizer: Tokenizer | Non
     ]
 
 
-def text_findings(drafter: Drafter, target: Target, agreement: Agreement, buckets: list[Bucket]) -> list[Finding]:
+def text_findings(
+    drafter: Drafter, target: Target, agreement: Agreement, buckets: list[ContextBucket]
+) -> list[Finding]:
     return [*_coverage(drafter, target, agreement), *_long_contexts(buckets)]
 
 
@@ -104,7 +108,7 @@ def _rope(drafter: Drafter, target: Target) -> Iterator[Finding]:
         yield Finding(NOTE, "rotary", f"the drafter's frequencies are not those of the target ({said})")
 
 
-def _positions(target: Target, papers: Papers) -> Iterator[Finding]:
+def _positions(target: Target, papers: DrafterFiles) -> Iterator[Finding]:
     known = papers.max_positions
     if known is not None and known < target.max_len:
         message = f"the drafter's config.json names {known}, the target's {target.max_len}: beyond, it may be wrong"
@@ -123,7 +127,7 @@ def _coverage(drafter: Drafter, target: Target, agreement: Agreement) -> Iterato
     yield Finding(level, "coverage", f"{share:.1%} of the target's words are in the drafter's vocabulary")
 
 
-def _long_contexts(buckets: list[Bucket]) -> Iterator[Finding]:
+def _long_contexts(buckets: list[ContextBucket]) -> Iterator[Finding]:
     known = [each for each in buckets if len(each.agreement.places) >= MIN_PLACES]
     if len(known) < 2:
         return

@@ -53,7 +53,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class ContextBucket:
     low: int
     high: int
     agreement: Agreement
@@ -64,7 +64,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Identity:
+class DiagnosedPair:
     target: str
     architecture: str
     drafter: str
@@ -76,7 +76,7 @@ class Identity:
 
 @dataclass
 class Diagnosis:
-    identity: Identity
+    identity: DiagnosedPair
     provenance: dict[str, Resolved]
     agreement: Agreement  # as the checkpoint was read
     findings: list[Finding] = field(default_factory=list)
@@ -127,14 +127,14 @@ class Diagnosis:
         ]
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[ContextBucket]:
         """Agreement by the length of the context."""
         longest = max((place.context_len for place in self.agreement.places), default=0)
         found, low, high = [], 0, FIRST_BUCKET
         while low <= longest:
             part = self.agreement.within(low, high)
             if part.places:
-                found.append(Bucket(low, high, part))
+                found.append(ContextBucket(low, high, part))
             low, high = high, 2 * high
         return found
 

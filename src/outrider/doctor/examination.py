@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outrider.agreement import QUESTIONS, Agreement, fits, follow
-from outrider.bench.prompts import CHAT, REPETITION, PromptChoice, PromptText, Vocabulary, random_prompts
+from outrider.agreement import QUESTIONS, Agreement, fits, measure_agreement
+from outrider.bench.prompts import CHAT, REPETITION, PromptChoice, PromptText, PromptVocabulary, random_prompts
 from outrider.certify.proof import speculative_for, threads_for
 from outrider.config import EngineConfig, batch_limits
-from outrider.doctor.checks import Papers, static_findings, text_findings
-from outrider.doctor.diagnosis import Diagnosis, Identity
+from outrider.doctor.checks import DrafterFiles, static_findings, text_findings
+from outrider.doctor.diagnosis import DiagnosedPair, Diagnosis
 from outrider.doctor.readings import Search, trials
 from outrider.drafters.base import Drafter
 from outrider.llm import LLM
@@ -44,7 +44,7 @@ MORE_QUESTIONS = (
 
 
 @dataclass(frozen=True)
-class Effort:
+class DoctorEffort:
     """How much is asked."""
 
     num_prompts: int
@@ -56,10 +56,10 @@ class Effort:
             raise ValueError(f"max_tokens must be at least 2, not {self.max_tokens}: a draft must be judged")
 
 
-FULL = Effort(num_prompts=24, max_tokens=80)
+FULL = DoctorEffort(num_prompts=24, max_tokens=80)
 
 
-def default_prompts(vocabulary: Vocabulary, effort: Effort) -> list[PromptText]:
+def default_prompts(vocabulary: PromptVocabulary, effort: DoctorEffort) -> list[PromptText]:
     if vocabulary.tokenizer is None:
         return random_prompts(vocabulary.size, effort.num_prompts)
     long = PromptText("\n\n".join((*REPETITION, *CHAT)), is_chat=True)
@@ -72,7 +72,7 @@ def examine(
     speculative_config: Speculative = AUTO,
     *,
     prompts: Sequence[PromptText] | None = None,
-    effort: Effort = FULL,
+    effort: DoctorEffort = FULL,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Opens a target with a drafter and says how they get on. Without names, the embedded pair."""
@@ -81,12 +81,12 @@ def examine(
 
 
 def examine_config(
-    config: EngineConfig, choice: PromptChoice, effort: Effort = FULL, progress: Progress | None = None
+    config: EngineConfig, choice: PromptChoice, effort: DoctorEffort = FULL, progress: Progress | None = None
 ) -> Diagnosis:
-    """The same for an engine of which everything was chosen."""
+    """examine() for an engine of which everything was chosen."""
     begin = time.perf_counter()
     assert config.speculative is not None, "an examination needs a drafter"
-    vocabulary = Vocabulary.of(config.model)
+    vocabulary = PromptVocabulary.of(config.model)
     texts = choice.texts if choice.texts is not None else default_prompts(vocabulary, effort)
     asked = vocabulary.encode_all(texts, choice.chat)
     config = replace(
@@ -117,7 +117,7 @@ class Examination:
         self.num_runs += len(trials(drafter, llm.target))
         agreement = self.measure(drafter, "as it was read")
         diagnosis = Diagnosis(self._identity(), drafter.provenance(), agreement)
-        papers = Papers.of(llm.config.speculative.model)
+        papers = DrafterFiles.of(llm.config.speculative.model)
         diagnosis.findings = static_findings(drafter, llm.target, llm.tokenizer, papers)
         diagnosis.findings += text_findings(drafter, llm.target, agreement, diagnosis.buckets)
         diagnosis.tried, diagnosis.remedy = Search(llm.target, self.measure).run(drafter, agreement)
@@ -137,17 +137,19 @@ class Examination:
         def enough(agreement: Agreement) -> bool:
             return (self.done - begin) % PATIENCE == 0 and hopeless(agreement)
 
-        found = follow(self.llm.engine, drafter, self.prompts, self.max_tokens, enough=enough, on_step=on_step)
+        found = measure_agreement(
+            self.llm.engine, drafter, self.prompts, self.max_tokens, enough=enough, on_step=on_step
+        )
         self.done = begin + self.max_tokens
         return found
 
-    def _identity(self) -> Identity:
+    def _identity(self) -> DiagnosedPair:
         llm = self.llm
         settings = llm.config.speculative
         assert settings is not None
         assert llm.drafter is not None
         method = method_of(llm)
-        return Identity(
+        return DiagnosedPair(
             target=str(llm.config.model),
             architecture=str((llm.target.config.get("architectures") or ["unnamed"])[0]),
             drafter=settings.model or settings.method or "",

@@ -27,7 +27,7 @@ Measure = Callable[[Drafter, str, Callable[[Agreement], bool]], Agreement]
 
 
 @dataclass(frozen=True)
-class Trial:
+class ReadingTrial:
     """A reading while it lasts: some are another drafter, some turn a screw of this one and turn it back."""
 
     name: str
@@ -35,17 +35,17 @@ class Trial:
     enter: Callable[[Drafter], AbstractContextManager[Drafter]]
 
 
-def trials(drafter: Drafter, target: Target) -> list[Trial]:
+def trials(drafter: Drafter, target: Target) -> list[ReadingTrial]:
     """The drafter's own readings, and those that make sense for every drafter."""
     return [*map(_trial, drafter.readings()), *rope_trials(drafter, target)]
 
 
-def _trial(reading: Reading) -> Trial:
+def _trial(reading: Reading) -> ReadingTrial:
     @contextmanager
     def enter(drafter: Drafter) -> Iterator[Drafter]:
         yield reading.apply(drafter)
 
-    return Trial(reading.name, reading.advice, enter)
+    return ReadingTrial(reading.name, reading.advice, enter)
 
 
 # rotary frequencies
@@ -91,7 +91,7 @@ def _without_axes(config: dict[str, Any]) -> dict[str, Any]:
     return config | cut
 
 
-def rope_trials(drafter: Drafter, target: Target) -> list[Trial]:
+def rope_trials(drafter: Drafter, target: Target) -> list[ReadingTrial]:
     pairs = differing_rotaries(drafter, target)
     if not pairs:
         return []
@@ -109,7 +109,7 @@ def rope_trials(drafter: Drafter, target: Target) -> list[Trial]:
 
     said = ", ".join(f"{key} {value}" for key, value in rope_settings(target.config).items())
     return [
-        Trial(
+        ReadingTrial(
             "rotary frequencies of the target",
             f"write the target's rotary settings into the drafter's config.json: {said}",
             enter,
@@ -171,7 +171,7 @@ class Search:
                 drafter = stack.enter_context(candidates[best].enter(drafter))
         return tried, remedy
 
-    def _try(self, trial: Trial, drafter: Drafter, before: Agreement) -> Tried:
+    def _try(self, trial: ReadingTrial, drafter: Drafter, before: Agreement) -> Tried:
         def hopeless(found: Agreement) -> bool:
             gain, deviations = compare(found, before, drafter.lookahead)
             return gain < 0 and deviations < -MIN_DEVIATIONS

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from outrider.drafters.fresh import Fresh, Plan
 from outrider.drafters.lesson import Lesson, Loss
 from outrider.kernels.collective import Ranks
 from outrider.kernels.round import Catching, extension_rows, shift_taps
+from outrider.kernels.round import rows_ahead as place_ahead
 from outrider.kernels.sampling import choose
 from outrider.models.base import Target
 from outrider.registry import Registry
@@ -41,10 +42,12 @@ class Drafter(nn.Module):
     num_carried: int = 1  # how many rows' taps it wants to see again in the next round
     lookahead: int
     needs_tokenizer_of_target = False  # its checkpoint has a tokenizer that must be the target's
-    from_text = False  # it has no layers and reads tokens only, so that it can go before another in a combination
-    lives_in_target = False  # without a checkpoint of its own, its weights are in the target's
+    reads_tokens_only = (
+        False  # it has no layers and reads tokens only, so that it can go before another in a combination
+    )
+    weights_in_target = False  # without a checkpoint of its own, its weights are in the target's
     drafts_in_parallel = False  # it knows what to do with parallel_drafting
-    own_settings: Mapping[str, Any] = {}  # of speculative_config, with their defaults: settings.own(...) in build()
+    own_settings: Mapping[str, Any] = {}  # of speculative_config: a Setting of each name, or its default; see build()
     ranks: Ranks | None = None  # that run it together, where one process does not run it alone
     recordable = True  # propose() asks the host nothing, so that a round can be recorded and replayed
 
@@ -58,13 +61,13 @@ class Drafter(nn.Module):
         return Sureness.NO
 
     @classmethod
-    def stands_for(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:
+    def replaces(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:
         """Whether this method is meant where another one is named, or was recognised, with such settings and such a
         config.json."""
         return False
 
     @classmethod
-    def suits(cls, target: type[Target]) -> bool:
+    def supports(cls, target: type[Target]) -> bool:
         """Whether a drafter of this method can exist for such targets."""
         return True
 
@@ -101,9 +104,19 @@ class Drafter(nn.Module):
         """Other ways to understand the same checkpoint, for whoever measures which of them it was trained with."""
         return []
 
+    def reread(self, **changes: Any) -> Self:
+        """The same drafter with other fields of its config, as one of readings() asks for. It may want other taps, but
+        as many. Both share weights and the layers that hold the cache, so they must not run in two engines at once."""
+        raise NotImplementedError
+
     # training
 
     trainable = False  # it has a loss, and a checkpoint to begin with
+
+    @classmethod
+    def found_in(cls, target: Target, checkpoint: Checkpoint, plan: Plan) -> Fresh | None:
+        """A drafter that the target's own checkpoint holds already: then training begins with that one."""
+        return None
 
     @classmethod
     def fresh(cls, target: Target, plan: Plan) -> Fresh:
@@ -132,9 +145,11 @@ class Reading:
 
     name: str
     advice: str  # what to change in which file, should this be the right one
-    apply: Callable[[Drafter], Drafter]
-    """From a loaded drafter to one that reads it so. It may want other taps, but as many. Both share weights and the
-    layers that hold the cache, so they must not run in two engines at once."""
+    changes: Mapping[str, Any]  # to the drafter's config: see Drafter.reread
+
+    def apply(self, drafter: Drafter) -> Drafter:
+        """The loaded drafter, read in this way. Both share weights and cache memory: see Drafter.reread."""
+        return drafter.reread(**self.changes)
 
 
 @dataclass
@@ -217,6 +232,22 @@ def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag:
     )
 
 
+def chain_rows(step: Step, first_key: int = 0, lag: int = 0) -> Batch:
+    """All rows of single_rows() from the first place ahead on, one place after the other."""
+    rows = _rows_ahead(step, lag)
+    positions = rows.positions[1:]  # [depth - 1, B], or [depth - 1, 3, B]
+    return replace(
+        rows,
+        positions=positions.flatten() if positions.dim() == 2 else positions.transpose(0, 1).flatten(1),
+        indices=rows.indices[1:].flatten(),
+        write_locations=rows.write_locations[1:].flatten(),
+        first_key=first_key,
+        last_key=None,
+        features=None,
+        memo={},
+    )
+
+
 def block_rows(step: Step, tokens: Tensor) -> Batch:
     """Rows [B, R] of a block that begins with each request's newest token: layers that look both ways (see
     AttentionOptions) let a row see the whole of its block."""
@@ -249,7 +280,7 @@ def _rows_ahead(step: Step, lag: int) -> Batch:
     batch = step.batch
     request = torch.arange(len(batch.slots), device=batch.slots.device)
     ahead = torch.arange(max(step.depth, 1), device=request.device)
-    indices = step.state.lengths[batch.slots] - 1 + ahead[:, None]
+    indices, locations = place_ahead(step, len(ahead))
     return replace(
         batch,
         input_ids=request,
@@ -258,7 +289,7 @@ def _rows_ahead(step: Step, lag: int) -> Batch:
         query_start=torch.arange(len(request) + 1, dtype=torch.int32, device=request.device),
         request=request,
         row_slots=batch.slots,
-        write_locations=_locations(batch, request, indices, step.emits),
+        write_locations=locations,
         max_rows=1,
         memo={"read": ahead[:, None].repeat(1, len(request))},
     )

@@ -39,8 +39,8 @@ class Combined(Drafter):
     @classmethod
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Combined:
         for method in cls.methods[:-1]:
-            if not drafters[method].from_text:
-                usable = ", ".join(sorted(name for name in drafters if drafters[name].from_text))
+            if not drafters[method].reads_tokens_only:
+                usable = ", ".join(sorted(name for name in drafters if drafters[name].reads_tokens_only))
                 raise ValueError(
                     f"method {BETWEEN.join(cls.methods)}: {method} does not draft from text alone, so it must come last"
                     f" (what can come before: {usable})"
@@ -58,11 +58,11 @@ class Combined(Drafter):
         config = checkpoint.config if checkpoint is not None else {}
         named = cls.methods[-1]
         settings = replace(settings, method=named)
-        return next((name for name in drafters if drafters[name].stands_for(named, settings, config)), named)
+        return next((name for name in drafters if drafters[name].replaces(named, settings, config)), named)
 
     @classmethod
-    def suits(cls, target: type[Target]) -> bool:
-        return all(drafters[method].suits(target) for method in cls.methods)
+    def supports(cls, target: type[Target]) -> bool:
+        return all(drafters[method].supports(target) for method in cls.methods)
 
     @property
     def last(self) -> Drafter:
@@ -144,8 +144,8 @@ def combination(name: str) -> type[Drafter] | None:
     last = drafters[methods[-1]]
     attributes = {
         "methods": methods,
-        "from_text": last.from_text,
-        "lives_in_target": last.lives_in_target,
+        "reads_tokens_only": last.reads_tokens_only,
+        "weights_in_target": last.weights_in_target,
         "needs_tokenizer_of_target": last.needs_tokenizer_of_target,
         "own_settings": {name: value for method in methods for name, value in drafters[method].own_settings.items()},
     }

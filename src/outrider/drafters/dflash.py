@@ -5,21 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from outrider.config import SpeculativeConfig
+from outrider.config import Setting, SpeculativeConfig
 from outrider.drafters.base import Drafter, Reading, Sureness, block_rows, draft_chain, drafters, no_draft
 from outrider.drafters.dflash2 import ConvBlock, Selector
-from outrider.drafters.dflash_config import DFlashConfig, resolve
-from outrider.drafters.dflash_mask import LayerMask, remasked
-from outrider.drafters.dflash_reader import canonical_name
+from outrider.drafters.dflash_config import DFlashConfig, canonical_name, resolve
+from outrider.drafters.dflash_layers import LayerMask, remasked
 from outrider.drafters.dflash_training import corrected, fresh_dflash
 from outrider.drafters.dspark import ConfidenceHead, MarkovHead
+from outrider.drafters.feedback import twin
 from outrider.drafters.fresh import Fresh, Plan
-from outrider.drafters.head import twin
 from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, by_survival, judged, rows_of, teaching
 from outrider.drafters.parallel import draft_at_once
 from outrider.kernels.activation import GATED
@@ -106,7 +105,7 @@ class DFlash(Drafter):
     num_carried = 0  # an entry depends on its own row alone
     # Draft tokens whose estimated chance of being reached and accepted is smaller are not put to the test, where the
     # checkpoint has a confidence head. 0: all are.
-    own_settings: Mapping[str, Any] = {"confidence_threshold": 0.0}
+    own_settings: Mapping[str, Any] = {"confidence_threshold": Setting(0.0, 0, 1)}
     confidence_threshold = 0.0
 
     def __init__(self, config: DFlashConfig, target: Target, lookahead: int) -> None:
@@ -130,8 +129,6 @@ class DFlash(Drafter):
             )
         drafter = cls(config, target, lookahead)
         drafter.confidence_threshold = settings.own(cls.own_settings)["confidence_threshold"]
-        if not 0 <= drafter.confidence_threshold <= 1:
-            raise ValueError(f"confidence_threshold must be from 0 to 1, not {drafter.confidence_threshold}")
         return drafter
 
     @classmethod
@@ -234,18 +231,20 @@ class DFlash(Drafter):
             taps = tuple(tap + shift for tap in config.taps)
             if taps[0] >= 0 and taps[-1] <= self._target[0].num_layers:
                 advice = f'set "taps" to {list(taps)} in speculative_config'
-                readings.append(_reading(f"taps {shift:+d}", advice, taps=taps))
+                readings.append(Reading(f"taps {shift:+d}", advice, {"taps": taps}))
         flag = f"sample_from_anchor {str(not config.from_anchor).lower()}"
-        readings.append(_reading(flag, f"set {flag} in the drafter's config.json", from_anchor=not config.from_anchor))
+        readings.append(
+            Reading(flag, f"set {flag} in the drafter's config.json", {"from_anchor": not config.from_anchor})
+        )
         if self._taps_last_layer():
             normed = not config.last_tap_normed
             advice = f'set "tap_after_final_norm": {str(normed).lower()} in the drafter\'s config.json'
             side = "after" if normed else "before"
-            readings.append(_reading(f"last tap {side} the final norm", advice, last_tap_normed=normed))
+            readings.append(Reading(f"last tap {side} the final norm", advice, {"last_tap_normed": normed}))
         return readings + self._readings_of_windows()
 
     def _readings_of_windows(self) -> list[Reading]:
-        """Whether rows within a window see those after them, and where it is counted from."""
+        """Whether rows within a window see those after them, where it is counted from, and whether there is any."""
         masks = self.config.masks
         slides = [mask for mask in masks if mask.window]
         if not slides:
@@ -253,19 +252,31 @@ class DFlash(Drafter):
         causal, anchored = not slides[0].causal, not slides[0].anchored
         ordered = tuple(replace(mask, causal=causal) if mask.window else mask for mask in masks)
         placed = tuple(replace(mask, anchored=anchored) for mask in masks)
+        without = tuple(LayerMask(0, causal=False) if mask.window else mask for mask in masks)
         place = "in the drafter's config.json"
         return [
-            _reading(
+            Reading(
                 f"windows {'causal' if causal else 'both ways'}",
                 f'set "sliding_window_non_causal": {str(not causal).lower()} {place}, without is_causal',
-                masks=ordered,
+                {"masks": ordered},
             ),
-            _reading(
+            Reading(
                 f"windows from {'the anchor' if anchored else 'every row'}",
                 f'set "window_from_anchor": {str(anchored).lower()} {place}',
-                masks=placed,
+                {"masks": placed},
+            ),
+            Reading(
+                "no windows", f"set all of layer_types to full_attention {place}, without use_swa", {"masks": without}
             ),
         ]
+
+    def reread(self, **changes: Any) -> Self:
+        other = twin(self)
+        other.config = replace(self.config, **changes)
+        other.taps = other.config.taps
+        if "masks" in changes:
+            other.network = self.network.remasked(other.config.masks)
+        return other
 
     # training
 
@@ -362,19 +373,6 @@ class DFlash(Drafter):
                 for norm in ("q_norm", "k_norm")
             }
         return weights
-
-
-def _reading(name: str, advice: str, **changes: Any) -> Reading:
-    def apply(drafter: Drafter) -> Drafter:
-        other = twin(drafter)
-        assert isinstance(other, DFlash)
-        other.config = replace(other.config, **changes)
-        other.taps = other.config.taps
-        if "masks" in changes:
-            other.network = other.network.remasked(other.config.masks)
-        return other
-
-    return Reading(name, advice, apply)
 
 
 def _half_split(attention: SelfAttention) -> Callable[[list[Tensor]], Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.drafters.dflash_reader import FamilyReader
+from outrider.drafters.dflash_layers import FamilyReader
 from outrider.layers.attention import SelfAttention
 from outrider.layers.block import DecoderBlock
 from outrider.layers.embedding import Embedding
@@ -21,7 +21,7 @@ from outrider.types import Batch, Weight
 @dataclass(frozen=True)
 class ConvShape:
     hidden_size: int
-    num_taps: int
+    kernel_size: int
     group_size: int  # channels that share a dynamic weight
 
     @property
@@ -36,10 +36,10 @@ class SelectorShape:
 
 
 def read_conv(reader: FamilyReader) -> ConvShape | None:
-    taps = reader.one("conv_kernel_size", default=2 if reader.kind == "dflash2" else 0)
+    taps = reader.get("conv_kernel_size", default=2 if reader.kind == "dflash2" else 0)
     if not taps:
         return None
-    group = reader.one("conv_group_size", default=16)
+    group = reader.get("conv_group_size", default=16)
     hidden_size = reader.layer["hidden_size"]
     if hidden_size % group:
         raise ValueError(f"conv_group_size {group} must divide hidden_size {hidden_size}")
@@ -47,8 +47,8 @@ def read_conv(reader: FamilyReader) -> ConvShape | None:
 
 
 def read_selector(reader: FamilyReader) -> SelectorShape | None:
-    rank = reader.one("selector_rank", default=256 if reader.kind == "dflash2" else 0)
-    return SelectorShape(rank, reader.one("selector_top_k", default=16)) if rank else None
+    rank = reader.get("selector_rank", default=256 if reader.kind == "dflash2" else 0)
+    return SelectorShape(rank, reader.get("selector_top_k", default=16)) if rank else None
 
 
 class GroupedConv(nn.Module):
@@ -58,12 +58,12 @@ class GroupedConv(nn.Module):
     def __init__(self, shape: ConvShape) -> None:
         super().__init__()
         self.shape = shape
-        self.base = nn.Parameter(torch.empty(2, shape.num_taps, shape.hidden_size))
-        self.dynamic = Linear(shape.hidden_size, 2 * shape.num_taps * shape.num_groups)
+        self.base = nn.Parameter(torch.empty(2, shape.kernel_size, shape.hidden_size))
+        self.dynamic = Linear(shape.hidden_size, 2 * shape.kernel_size * shape.num_groups)
 
     def prepare(self, x: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """x [B R, H], blocks of R rows -> the first convolution [B R, H], and the weights of the second."""
-        before, after = self.dynamic(x).view(len(x), 2, self.shape.num_taps, -1).unbind(1)
+        before, after = self.dynamic(x).view(len(x), 2, self.shape.kernel_size, -1).unbind(1)
         return self._convolve(x, before, self.base[0], num_rows), after
 
     def finish(self, x: Tensor, after: Tensor, num_rows: int) -> Tensor:
@@ -74,7 +74,7 @@ class GroupedConv(nn.Module):
         groups = (self.shape.num_groups, self.shape.group_size)
         blocks = x.view(-1, num_rows, x.shape[-1])
         out = torch.zeros_like(x)
-        for tap in range(min(self.shape.num_taps, num_rows)):
+        for tap in range(min(self.shape.kernel_size, num_rows)):
             earlier = F.pad(blocks[:, : num_rows - tap], (0, 0, tap, 0)).reshape(-1, *groups)
             weight = base[tap].view(groups) + dynamic[:, tap, :, None]
             out += (weight * earlier).flatten(1)

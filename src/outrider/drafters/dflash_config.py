@@ -7,15 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.drafters.dflash2 import ConvShape, SelectorShape, read_conv, read_selector
-from outrider.drafters.dflash_mask import LayerMask
-from outrider.drafters.dflash_reader import FamilyReader, canonical_name, read_attention, read_masks, read_ropes
+from outrider.drafters.dflash_layers import FamilyReader, LayerMask, read_attention, read_masks, read_ropes
 from outrider.drafters.dspark import CorrectionShape, read_correction
-from outrider.drafters.parallel import MASK_TOKEN_KEYS
+from outrider.drafters.reader import check_fc_width, check_vocabulary
 from outrider.kernels.activation import GATED
 from outrider.layers.attention import AttentionShape
 from outrider.models.base import Target, require
 from outrider.types import Checkpoint, Resolved
 
+_PREFIXES = ("model.", "logit_head.")
+_ALIASES = {
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "final_norm.": "norm.",
+    "self_attn.attention_sink_bias": "self_attn.sinks",
+    "_codebook.weight": "_codebook",  # as z-lab's class saves them; its published files have them without
+}
 _OUTPUT_IDS = ("target_layer_ids", "dspark_target_layer_ids", "layer_ids")
 _TAP_IDS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 _NAMING_KEYS = ("projector_type", "speculators_model_type", "model_type")
@@ -30,6 +37,15 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "shift_label": (False,),
     "use_aux_hidden_state": (True,),
 }
+
+
+def canonical_name(name: str) -> str:
+    """The one name of a tensor, whatever the dialect."""
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    for old, new in _ALIASES.items():
+        name = name.replace(old, new)
+    return name
 
 
 @dataclass(frozen=True)
@@ -76,27 +92,27 @@ def resolve(checkpoint: Checkpoint, target: Target, taps: tuple[int, ...] | None
     )
     config = DFlashConfig(
         hidden_size=hidden_size,
-        target_hidden_size=reader.one("target_hidden_size", default=target.hidden_size),
+        target_hidden_size=reader.get("target_hidden_size", default=target.hidden_size),
         intermediate_size=intermediate_size,
         activation=_activation(reader),
         eps=reader.layer.get("rms_norm_eps", 1e-6),
         layers=read_attention(reader, num_layers),
         masks=read_masks(reader, num_layers),
         ropes=read_ropes(reader, num_layers),
-        half_split=bool(reader.one("rope_is_neox_style", "is_neox_style", default=True)),
+        half_split=bool(reader.get("rope_is_neox_style", "is_neox_style", default=True)),
         fused=reader.has("fused_projections", "layers.0.self_attn.qkv_proj.weight"),
         taps=_taps(reader, target, num_layers, taps),
-        last_tap_normed=bool(reader.one("tap_after_final_norm", default=False)),
-        block_size=reader.one("block_size", "dspark_block_size", default=8 if reader.is_speculators else 16),
+        last_tap_normed=bool(reader.get("tap_after_final_norm", default=False)),
+        block_size=reader.get("block_size", "dspark_block_size", default=8 if reader.is_speculators else 16),
         mask_token=_mask_token(reader, checkpoint),
         from_anchor=_from_anchor(reader),
         vocab_size=target.vocab_size,
-        draft_vocab_size=reader.one("draft_vocab_size", default=target.vocab_size),
+        draft_vocab_size=reader.get("draft_vocab_size", default=target.vocab_size),
         own_embedding=reader.has("own_embedding", "embed_tokens.weight"),
         own_head=reader.has("own_head", "lm_head.weight"),
         own_mask=reader.has("own_mask_embedding", "mask_embedding"),
         maps_vocabulary=reader.has("maps_vocabulary", "d2t"),
-        output_multiplier=float(reader.one("output_multiplier", default=1.0)),
+        output_multiplier=float(reader.get("output_multiplier", default=1.0)),
         softcap=_softcap(reader, target),
         correction=read_correction(reader),
         conv=read_conv(reader),
@@ -147,7 +163,7 @@ def _taps(reader: FamilyReader, target: Target, num_layers: int, chosen: tuple[i
             f"taps {taps} ({said}) must ascend and lie in 0..{target.num_layers}, for the target has "
             f'{target.num_layers} layers: the drafter belongs to another target, or set "taps" in speculative_config'
         )
-    depth = reader.one("num_target_layers", default=target.num_layers)
+    depth = reader.get("num_target_layers", default=target.num_layers)
     if depth != target.num_layers and chosen is None:
         raise ValueError(
             f"the drafter was made for a target of {depth} layers (num_target_layers), this one has "
@@ -169,16 +185,11 @@ def _mask_token(reader: FamilyReader, checkpoint: Checkpoint) -> int:
             f"{checkpoint.path} has its mask's embedding in mask_embedding.pt, a pickle, which may run code when it is "
             "read: convert it to a safetensors file with one tensor named mask_embedding, and delete it"
         )
-    token = reader.one(*MASK_TOKEN_KEYS)
-    if not isinstance(token, int) or isinstance(token, bool):
-        raise ValueError(
-            f"config.json must give the mask token's id as one of {', '.join(MASK_TOKEN_KEYS)}, not {token!r}"
-        )
-    return token
+    return int(reader.mask_token().value)
 
 
 def _from_anchor(reader: FamilyReader) -> bool:
-    said = reader.one("sample_from_anchor")
+    said = reader.get("sample_from_anchor")
     if said is None and reader.kind == "dspark" and reader.is_speculators:
         raise ValueError(
             "config.json does not say sample_from_anchor, and those who read this format take its absence for "
@@ -190,7 +201,7 @@ def _from_anchor(reader: FamilyReader) -> bool:
 
 
 def _softcap(reader: FamilyReader, target: Target) -> float:
-    said = reader.one("final_logit_softcapping")
+    said = reader.get("final_logit_softcapping")
     if said is None:
         return 0.0 if "lm_head.weight" in reader.tensors else target.head.softcap
     return max(float(said), 0.0)
@@ -205,44 +216,18 @@ def _check(config: DFlashConfig, present: dict[str, tuple[int, ...]], target: Ta
             f"the drafter was made for a target of hidden size {config.target_hidden_size}, this one has "
             f"{target.hidden_size}: it belongs to another target"
         )
-    width, expected = present.get("fc.weight", (0, 0))[-1], len(config.taps) * target.hidden_size
-    if width and width != expected:
-        raise ValueError(
-            f"fc.weight takes {width} inputs, but {len(config.taps)} taps {list(config.taps)} of a target of hidden "
-            f'size {target.hidden_size} give {expected}: set "taps" in speculative_config, or this drafter belongs to '
-            "another target"
-        )
-    if not config.own_embedding and config.hidden_size != target.embed.hidden_size:
-        raise ValueError(
-            f"the drafter has no embed_tokens.weight, and cannot share the target's: its hidden_size is "
-            f"{config.hidden_size}, the target's {target.embed.hidden_size}"
-        )
+    if "fc.weight" in present:
+        check_fc_width(present["fc.weight"][-1], config.taps, target.hidden_size)
     known = config.vocab_size if config.own_embedding else target.embed.vocab_size
     if not config.own_mask and not 0 <= config.mask_token < known:
         raise ValueError(
             f"mask token {config.mask_token} has no embedding among the {known} there are (mask_token_id), and the "
             "checkpoint has no mask_embedding tensor: it belongs to another target"
         )
-    _check_vocabulary(config, target)
-
-
-def _check_vocabulary(config: DFlashConfig, target: Target) -> None:
-    if config.draft_vocab_size != target.vocab_size and not config.maps_vocabulary:
-        raise ValueError(
-            f"draft_vocab_size is {config.draft_vocab_size} and the target's vocabulary {target.vocab_size}, but there "
-            "is no d2t tensor to map one to the other: the checkpoint is incomplete, or belongs to another target"
-        )
+    check_vocabulary(config, target)
     if config.maps_vocabulary and config.selector is not None:
         raise ValueError("a candidate selector with a reduced vocabulary (d2t) is not supported")
-    if config.own_head:
-        return
-    sizes = (config.draft_vocab_size, config.hidden_size)
-    if sizes != (target.vocab_size, target.head.hidden_size):
-        raise ValueError(
-            "the drafter has no lm_head.weight, and its vocabulary or hidden size differ from the target's, so it "
-            "cannot share the target's head"
-        )
-    if config.softcap != target.head.softcap:
+    if not config.own_head and config.softcap != target.head.softcap:
         raise ValueError(
             f"final_logit_softcapping is {config.softcap}, but the target's head, which the drafter shares, caps at "
             f"{target.head.softcap}: remove it from the drafter's config.json"

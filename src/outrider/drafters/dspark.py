@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from outrider.drafters.dflash_reader import FamilyReader
+from outrider.drafters.dflash_layers import FamilyReader
 from outrider.kernels.activation import sigmoid
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import Linear
@@ -25,21 +25,21 @@ class CorrectionShape:
 
 
 def read_correction(reader: FamilyReader) -> CorrectionShape | None:
-    rank = reader.one("markov_rank", default=0)
-    confident = bool(reader.one("enable_confidence_head", default=False))
+    rank = reader.get("markov_rank", default=0)
+    confident = bool(reader.get("enable_confidence_head", default=False))
     has_confidence = "confidence_head.proj.weight" in reader.tensors
     if confident and not has_confidence:
         raise ValueError("enable_confidence_head is true, but there is no tensor confidence_head.proj.weight")
     if not rank and not has_confidence:
         return None
-    kind = reader.one("markov_head_type", default="vanilla")
+    kind = reader.get("markov_head_type", default="vanilla")
     if kind not in ("vanilla", "gated"):
         raise ValueError(f"markov_head_type = {kind!r} is not supported (supported: vanilla, gated)")
     return CorrectionShape(
         rank=rank,
         gated=kind == "gated",
         confidence=has_confidence,
-        confidence_with_markov=bool(reader.one("confidence_head_with_markov", default=True)) and rank > 0,
+        confidence_with_markov=bool(reader.get("confidence_head_with_markov", default=True)) and rank > 0,
         confidence_bias="confidence_head.proj.bias" in reader.tensors,
     )
 

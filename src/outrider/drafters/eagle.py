@@ -5,25 +5,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, Reading, Sureness, drafters
-from outrider.drafters.head import (
+from outrider.drafters.base import Reading, Sureness, drafters
+from outrider.drafters.feedback import (
     FeedbackDrafter,
     FeedbackNetwork,
     HeadLayers,
-    Reader,
     actual_names,
     layer_weights,
     read_layers,
-    twin,
     unless_same,
 )
+from outrider.drafters.reader import Reader
 from outrider.layers.block import Block, DecoderBlock
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
@@ -78,7 +77,7 @@ def resolve(checkpoint: Checkpoint, target: Target) -> EagleConfig:
         feeds_normed=final_norm and _feeds_normed(reader, names),
         own_embedding=reader.has("own_embedding", "embed_tokens.weight"),
         own_head=reader.has("own_head", "lm_head.weight"),
-        logit_scale=float(reader.get("logit_scale", 1.0)),
+        logit_scale=float(reader.get("logit_scale", default=1.0)),
         names=names,
         provenance=reader.provenance,
     )
@@ -102,7 +101,7 @@ def _canonical(name: str) -> str | None:
 def _feeds_normed(reader: Reader, names: Mapping[str, str | None]) -> bool:
     """Some trainers' norm is the network's last, others' is only for the head: its name tells them apart."""
     actual = next(name for name, canonical in names.items() if canonical == "norm.weight")
-    value = reader.get("norm_output", None)
+    value = reader.get("norm_output")
     if value is None:
         value = reader.note("norm_output", "lm_head" not in actual, f"the name of tensor {actual}; ambiguous")
     return bool(value)
@@ -116,6 +115,8 @@ class BareBlock(Block):
 
 
 class EagleNetwork(FeedbackNetwork):
+    config: EagleConfig
+
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
@@ -187,20 +188,12 @@ class Eagle(FeedbackDrafter):
     def readings(self) -> list[Reading]:
         config = self.config
         advice = "no key of config.json says so: train the head on states after the final norm"
-        readings = [_reading("state before the target's final norm", advice, reads_normed=not config.reads_normed)]
+        readings = [Reading("state before the target's final norm", advice, {"reads_normed": not config.reads_normed})]
         if config.final_norm:
             now = str(not config.feeds_normed).lower()
             advice = f'set "norm_output": {now} at the top level of the head\'s config.json'
-            readings.append(_reading(f"norm_output {now}", advice, feeds_normed=not config.feeds_normed))
+            readings.append(Reading(f"norm_output {now}", advice, {"feeds_normed": not config.feeds_normed}))
         return readings
-
-    def _reread(self, **changes: Any) -> Eagle:
-        """Shares the weights, and the layers with their cache memory."""
-        other = twin(self)
-        other.config = replace(self.config, **changes)
-        other.network = twin(self.network)
-        other.network.config = other.config
-        return other
 
     # loading
 
@@ -230,11 +223,3 @@ class Eagle(FeedbackDrafter):
             assert isinstance(block, Block | LatentBlock)
             weights |= layer_weights(block, f"layers.{number}.", f"layers.{number}.")
         return actual_names({f"network.{name}": weight for name, weight in weights.items()}, self.config.names)
-
-
-def _reading(name: str, advice: str, **changes: bool) -> Reading:
-    def apply(drafter: Drafter) -> Drafter:
-        assert isinstance(drafter, Eagle)
-        return drafter._reread(**changes)
-
-    return Reading(name, advice, apply)

@@ -5,24 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, Reading, Sureness, drafters
+from outrider.drafters.base import Reading, Sureness, drafters
 from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, distinct_taps, resolve
+from outrider.drafters.feedback import FIRST_KEY as FIRST_KEY
+from outrider.drafters.feedback import FeedbackDrafter, FeedbackNetwork, actual_names, layer_weights, unless_same
 from outrider.drafters.fresh import Fresh, Mould, Plan, Tensors, offsets
-from outrider.drafters.head import FIRST_KEY as FIRST_KEY
-from outrider.drafters.head import FeedbackDrafter, FeedbackNetwork, actual_names, layer_weights, twin, unless_same
 from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, compare, rows_of, teaching, weighed
+from outrider.kernels.chain import ChainParts, NativeChain
+from outrider.kernels.quantised import Quantised
 from outrider.layers.attention import SelfAttention
 from outrider.layers.block import DecoderBlock
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
 from outrider.layers.mla import LatentBlock
 from outrider.layers.norm import RMSNorm, side_by_side
+from outrider.layers.rotary import Rotary
 from outrider.models.base import Target
 from outrider.types import Batch, Checkpoint, Resolved, Weight
 
@@ -47,6 +50,8 @@ class FusedBlock(nn.Module):
 
 
 class Eagle3Network(FeedbackNetwork):
+    config: Eagle3Config
+
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config = config
@@ -107,6 +112,7 @@ class Eagle3(FeedbackDrafter):
         self.taps = config.taps
         self.network = Eagle3Network(config)
         self._target = (target,)  # in a tuple: shared, not owned
+        self._chain: NativeChain | None = None
 
     @classmethod
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Eagle3:
@@ -129,6 +135,35 @@ class Eagle3(FeedbackDrafter):
             taps = self._target[0].norm(taps)
         return self.network.combine(taps)
 
+    def native_chain(self) -> tuple[NativeChain, Rotary] | None:
+        """For a single plain layer, and tables that lie in memory as they are."""
+        network, config, embed = self.network, self.config, self.embed
+        block, head = network.first.block, network.head or self._target[0].head
+        if len(network.rest) or not isinstance(block, DecoderBlock) or not block.has_native():
+            return None
+        if embed.packed is not None or embed.ranks is not None or embed.scale != 1.0 or head.columns is not None:
+            return None
+        if embed.weight.shape[1] != config.hidden_size or head.softcap or config.logit_scale <= 0:
+            return None
+        assert block._native is not None
+        known = self._chain
+        if known is None or known.block is not block._native:
+            assert not isinstance(head.packed, Quantised), "that is for GPUs"
+            parts = ChainParts(
+                embedding=embed.weight.detach(),
+                embedding_norm=block.attention_norm.weight.detach(),
+                state_norm=network.first.hidden_norm.weight.detach(),
+                final_norm=network.norm.weight.detach(),
+                eps=network.norm.eps,
+                head=(head.weight.detach(), head.packed),
+                ids=self.target_ids(),
+                residual_is_normed=config.norm_before_residual,
+                head_reads_normed=config.norm_before_head,
+                feeds_normed=config.norm_output,
+            )
+            self._chain = known = NativeChain(block._native, parts)
+        return known, block.attention.rotary
+
     def target_ids(self) -> Tensor | None:
         d2t = self.network.d2t
         if d2t is None or self.config.absolute_ids:
@@ -143,27 +178,23 @@ class Eagle3(FeedbackDrafter):
             taps = tuple(tap + shift for tap in config.taps)
             if taps[0] >= 0 and taps[-1] <= self._target[0].num_layers:
                 advice = f'set "taps" to {list(taps)} in speculative_config'
-                readings.append(_reading(f"taps {shift:+d}", advice, taps=taps))
+                readings.append(Reading(f"taps {shift:+d}", advice, {"taps": taps}))
         flags = {"norm_before_residual": config.norm_before_residual, "norm_output": config.norm_output}
         if not config.norm_output and config.provenance["norm_output"].source != "default":
             flags["norm_before_head"] = config.norm_before_head  # what SpecForge's trainer means by norm_output false
         for flag, value in flags.items():
             now = str(not value).lower()
             advice = f'set "{flag}": {now} at the top level of the head\'s config.json'
-            readings.append(_reading(f"{flag} {now}", advice, **{flag: not value}))
-        if config.maps_vocabulary and self._reread(absolute_ids=not config.absolute_ids)._maps_well():
+            readings.append(Reading(f"{flag} {now}", advice, {flag: not value}))
+        if config.maps_vocabulary and self.reread(absolute_ids=not config.absolute_ids)._maps_well():
             name = "d2t offsets" if config.absolute_ids else "d2t absolute"
             advice = "store target id - draft id in the tensor d2t, as engines expect it"
-            readings.append(_reading(name, advice, absolute_ids=not config.absolute_ids))
+            readings.append(Reading(name, advice, {"absolute_ids": not config.absolute_ids}))
         return readings
 
-    def _reread(self, **changes: Any) -> Eagle3:
-        """Shares the weights, and the layers with their cache memory."""
-        other = twin(self)
-        other.config = replace(self.config, **changes)
-        other.taps = other.config.taps
-        other.network = twin(self.network)
-        other.network.config = other.config
+    def reread(self, **changes: Any) -> Self:
+        other = super().reread(**changes)
+        other._chain = None
         return other
 
     # training
@@ -215,10 +246,10 @@ class Eagle3(FeedbackDrafter):
             asked.append(_moved(lesson.reaches(2 + guess.ahead) & row, 1 + guess.ahead))
             aligned.append(_moved(guess.hidden, 1 + guess.ahead))
         asked_of = torch.stack(asked, dim=2).flatten(0, 1)
-        found = compare(
-            lesson, self._target[0], taught, torch.stack(aligned, dim=2).flatten(0, 1), lesson.last.flatten(0, 1)
-        )
-        return weighed(found, asked_of.float(), asked_of)
+        index = asked_of.any(1).nonzero()[:, 0]  # the vocabulary is most of the work: other rows are left out
+        hidden = torch.stack(aligned, dim=2).flatten(0, 1)[index]
+        found = compare(lesson, self._target[0], taught, hidden, lesson.last.flatten(0, 1)[index])
+        return weighed(found, asked_of[index].float(), asked_of[index])
 
     def guesses(self, lesson: Lesson) -> list[Guess]:
         """A row is made of the taps of one token and the embedding of the next, which is the newest that it knows."""
@@ -243,7 +274,7 @@ class Eagle3(FeedbackDrafter):
             self.network.embed = unless_same(self.network.embed, self._target[0].embed)
         if not self.config.maps_vocabulary:
             return
-        strays, could_be_ids = self._num_strays(), self._reread(absolute_ids=True)._maps_well()
+        strays, could_be_ids = self._num_strays(), self.reread(absolute_ids=True)._maps_well()
         if strays and not could_be_ids:
             raise ValueError(
                 f"d2t sends {strays} draft ids outside the target's vocabulary of {self.config.vocab_size}, and does "
@@ -303,11 +334,3 @@ class Eagle3(FeedbackDrafter):
 def _moved(values: Tensor, count: int) -> Tensor:
     """[R, S, ...]: `count` columns to the right; what comes in on the left is empty."""
     return torch.cat([values.new_zeros(len(values), count, *values.shape[2:]), values[:, :-count]], dim=1)
-
-
-def _reading(name: str, advice: str, **changes: Any) -> Reading:
-    def apply(drafter: Drafter) -> Drafter:
-        assert isinstance(drafter, Eagle3)
-        return drafter._reread(**changes)
-
-    return Reading(name, advice, apply)

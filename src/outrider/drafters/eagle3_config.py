@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
-from outrider.drafters.head import HeadLayers, Reader, read_layers
+from outrider.drafters.feedback import HeadLayers, read_layers
+from outrider.drafters.reader import Reader, check_fc_width, check_vocabulary
 from outrider.models.base import Target, refuse
 from outrider.types import Checkpoint, Resolved
 
@@ -52,28 +52,29 @@ def resolve(checkpoint: Checkpoint, target: Target, taps: tuple[int, ...] | None
     names = {name: _canonical(name) for name in checkpoint.names()}
     reader = Reader(checkpoint.config, names.values())
     layers = read_layers(reader)
-    use_taps = bool(reader.get("use_aux_hidden_state", True))
+    use_taps = bool(reader.get("use_aux_hidden_state", default=True))
     if not use_taps:  # such a checkpoint may still carry what would read them
         names = {name: None if re.match(r"(fc|fc_norm|input_norm)\.", c or "") else c for name, c in names.items()}
     own_embedding, own_head = reader.has("own_embedding", _EMBED), reader.has("own_head", _HEAD)
+    read_size = target.hidden_size if use_taps else layers.hidden_size
     config = Eagle3Config(
         layers=layers,
-        target_hidden_size=reader.get("target_hidden_size", target.hidden_size if use_taps else layers.hidden_size),
+        target_hidden_size=reader.get("target_hidden_size", default=read_size),
         vocab_size=target.vocab_size,
-        draft_vocab_size=reader.get("draft_vocab_size", reader.layer.get("vocab_size", target.vocab_size)),
+        draft_vocab_size=reader.get("draft_vocab_size", default=reader.layer.get("vocab_size", target.vocab_size)),
         taps=_taps(reader, target, taps) if use_taps else (target.num_layers,),
         use_taps=use_taps,
         fc_bias=use_taps and reader.has("fc_bias", "fc.bias", "bias"),
-        fc_norm=use_taps and bool(_either(reader, "fc_norm", "use_aux_norm")),
-        norm_before_fc=use_taps and bool(reader.get("norm_before_fc", False)),
+        fc_norm=use_taps and bool(reader.get("fc_norm", "use_aux_norm", default=False)),
+        norm_before_fc=use_taps and bool(reader.get("norm_before_fc", default=False)),
         norm_output=_norm_output(reader),
-        norm_before_head=bool(reader.get("norm_before_head", True)),
+        norm_before_head=bool(reader.get("norm_before_head", default=True)),
         norm_before_residual=_norm_before_residual(reader),
         own_embedding=own_embedding,
         own_head=own_head,
         tied_head=own_embedding and not own_head and bool(reader.layer.get("tie_word_embeddings")),
         maps_vocabulary=reader.has("maps_vocabulary", "d2t"),
-        logit_scale=float(reader.get("logit_scale", 1.0)),
+        logit_scale=float(reader.get("logit_scale", default=1.0)),
         names=names,
         provenance=reader.provenance,
     )
@@ -117,7 +118,7 @@ def _taps(reader: Reader, target: Target, chosen: tuple[int, ...] | None) -> tup
             f"taps {list(taps)} ({source}) do not fit a target of {num_layers} layers, whose taps are 0..{num_layers}: "
             'the head belongs to another target, or set "taps" in speculative_config'
         )
-    count = reader.get("num_aux_hidden_states", len(taps))
+    count = reader.get("num_aux_hidden_states", default=len(taps))
     if count != len(taps):
         raise ValueError(
             f"num_aux_hidden_states is {count}, but {len(taps)} taps are named ({source}): "
@@ -165,20 +166,10 @@ def _named_ids(reader: Reader, num_layers: int) -> list[_Ids]:
     return readings
 
 
-def _either(reader: Reader, key: str, older: str) -> Any:
-    values = {name: reader.get(name, None) for name in (key, older)}
-    del reader.provenance[older]
-    given = {name: value for name, value in values.items() if value is not None}
-    if len(given) == 2 and bool(values[key]) != bool(values[older]):
-        raise ValueError(f"{key} and {older} mean the same but differ ({given}): remove one of them")
-    source = " and ".join(given) or "default"
-    return reader.note(key, next(iter(given.values()), False), source)
-
-
 def _norm_output(reader: Reader) -> bool:
     """Engines and speculators' trainer: what is fed back is normed. SpecForge's trainer: what the head reads is, and
     the state is fed back as it is."""
-    value = bool(reader.get("norm_output", False))
+    value = bool(reader.get("norm_output", default=False))
     source = reader.provenance["norm_output"].source
     if source != "default" and not reader.is_speculators:
         trained = "the head reads the normed state" if value else "the head reads the state without a norm"
@@ -188,7 +179,7 @@ def _norm_output(reader: Reader) -> bool:
 
 def _norm_before_residual(reader: Reader) -> bool:
     # speculators checkpoints that do not say were trained with it; all other dialects without.
-    value = reader.get("norm_before_residual", reader.is_speculators)
+    value = reader.get("norm_before_residual", default=reader.is_speculators)
     if reader.is_speculators and reader.provenance["norm_before_residual"].source == "default":
         reader.note("norm_before_residual", True, "default where the speculators format is silent; ambiguous")
     return bool(value)
@@ -209,44 +200,17 @@ def _check(config: Eagle3Config, checkpoint: Checkpoint, target: Target) -> None
     refuse(eagle, "use_mtp_layernorm", False)
     if config.layers.num_layers > 1:
         refuse(eagle, "next_layer_regular", True)
-    _check_fc_width(config, checkpoint)
+    _check_fc(config, checkpoint)
     if not config.use_taps and config.hidden_size != target.hidden_size:
         raise ValueError(
             f"use_aux_hidden_state is false, so the head's hidden size ({config.hidden_size}) must be the target's "
             f"({target.hidden_size})"
         )
-    if not config.own_embedding and config.hidden_size != target.embed.hidden_size:
-        raise ValueError(
-            f"the head has no embed_tokens.weight, and cannot share the target's: its hidden_size is "
-            f"{config.hidden_size}, the target's {target.embed.hidden_size}"
-        )
-    _check_vocabulary(config, target)
+    has_head = config.own_head or config.tied_head
+    check_vocabulary(config, target, has_head=has_head)
 
 
-def _check_vocabulary(config: Eagle3Config, target: Target) -> None:
-    if config.draft_vocab_size != target.vocab_size and not config.maps_vocabulary:
-        raise ValueError(
-            f"draft_vocab_size is {config.draft_vocab_size} and the target's vocabulary {target.vocab_size}, but there "
-            "is no d2t tensor to map one to the other: the checkpoint is incomplete, or belongs to another target"
-        )
-    if not (config.own_head or config.tied_head) and (config.draft_vocab_size, config.hidden_size) != (
-        target.vocab_size,
-        target.head.hidden_size,
-    ):
-        raise ValueError(
-            "the head has no lm_head.weight, and its vocabulary or hidden size differ from the target's, so it cannot "
-            "share the target's head"
-        )
-
-
-def _check_fc_width(config: Eagle3Config, checkpoint: Checkpoint) -> None:
+def _check_fc(config: Eagle3Config, checkpoint: Checkpoint) -> None:
     actual = next((name for name, canonical in config.names.items() if canonical == "fc.weight"), None)
-    if not config.use_taps or actual is None:
-        return
-    width, expected = checkpoint.shape(actual)[-1], len(config.taps) * config.target_hidden_size
-    if width != expected:
-        raise ValueError(
-            f"{actual} takes {width} inputs, but {len(config.taps)} taps {list(config.taps)} of a target of hidden "
-            f'size {config.target_hidden_size} give {expected}: set "taps" in speculative_config, or this head '
-            "belongs to another target"
-        )
+    if config.use_taps and actual is not None:
+        check_fc_width(checkpoint.shape(actual)[-1], config.taps, config.target_hidden_size)

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, Reading, Sureness, draft_chain, drafters, no_draft
-from outrider.drafters.head import twin
+from outrider.drafters.feedback import twin
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.embedding import Head
 from outrider.layers.linear import Linear
@@ -254,7 +254,7 @@ class Gemma4Assistant(Drafter):
         return Sureness.BY_NAME if named else Sureness.NO
 
     @classmethod
-    def suits(cls, target: type[Target]) -> bool:
+    def supports(cls, target: type[Target]) -> bool:
         return target.shared_layers is not Target.shared_layers
 
     # drafting
@@ -308,10 +308,17 @@ class Gemma4Assistant(Drafter):
             for count in (window - 1, window, window + 1):
                 if count != config.num_window_keys:
                     advice = f'set "num_window_keys": {count} at the top level of the assistant\'s config.json'
-                    readings.append(_reading(f"window of {count} keys", advice, num_window_keys=count))
+                    readings.append(Reading(f"window of {count} keys", advice, {"num_window_keys": count}))
         lag = 1 - config.position_lag
         advice = f'set "position_lag": {lag} at the top level of the assistant\'s config.json'
-        return [*readings, _reading(f"position of {POSITIONS[lag]}", advice, position_lag=lag)]
+        return [*readings, Reading(f"position of {POSITIONS[lag]}", advice, {"position_lag": lag})]
+
+    def reread(self, **changes: Any) -> Self:
+        other = twin(self)
+        other.config = replace(self.config, **changes)
+        if "num_window_keys" in changes:
+            other.network = self.network.with_window(other.config.num_window_keys)
+        return other
 
     # loading
 
@@ -346,15 +353,3 @@ class Gemma4Assistant(Drafter):
             block |= shared_attention_weights(layer.attention, f"{source}self_attn.", "attention.")
             weights |= {f"{name}{parameter}": weight for parameter, weight in block.items()}
         return {f"network.{parameter}": weight for parameter, weight in weights.items()}
-
-
-def _reading(name: str, advice: str, **changes: int) -> Reading:
-    def apply(drafter: Drafter) -> Drafter:
-        other = twin(drafter)
-        assert isinstance(other, Gemma4Assistant)
-        other.config = replace(other.config, **changes)  # type: ignore[arg-type]
-        if "num_window_keys" in changes:
-            other.network = other.network.with_window(other.config.num_window_keys)
-        return other
-
-    return Reading(name, advice, apply)

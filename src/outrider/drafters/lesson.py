@@ -84,6 +84,13 @@ def weighed(found: HeadLoss, weights: Tensor, counted: Tensor) -> Loss:
     return Loss(total, weights.sum(), (found.agreed & counted).sum(0).float(), counted.sum(0).float())
 
 
+def joined(losses: Sequence[Loss]) -> Loss:
+    """Of guesses that were judged by themselves, one place of a draft after the other."""
+    total, weight = (torch.stack([getattr(each, name) for each in losses]).sum() for name in ("total", "weight"))
+    agreed, asked = (torch.cat([getattr(each, name) for each in losses]) for name in ("agreed", "asked"))
+    return Loss(total, weight, agreed, asked)
+
+
 @dataclass(frozen=True)
 class Teaching:
     """Both heads, over the tokens that the drafter knows."""
@@ -162,19 +169,22 @@ def judged(
         here = here if guess.whole is None else here & guess.whole
         asked.append(here & lesson.learnt.gather(1, column) & taught.knows(follows.gather(1, column)))
         states.append(lesson.last.flatten(0, 1)[(first + column).flatten()])
-    hidden = torch.cat([guess.hidden.flatten(0, 1) for guess in guesses])[:, None]
-    found = compare(lesson, target, taught, hidden, torch.cat(states))
-    sizes = [guess.anchors.numel() for guess in guesses]
-    parts = list(zip(found.loss.split(sizes), found.surprise.split(sizes), found.agreed.split(sizes), strict=True))
-    weights = [each.float() for each in asked]
+    counted = torch.cat([each.flatten() for each in asked])
+    index = counted.nonzero()[:, 0]  # the vocabulary is most of the work: rows that nobody asks for are left out
+    hidden = torch.cat([guess.hidden.flatten(0, 1) for guess in guesses])[index, None]
+    found = compare(lesson, target, taught, hidden, torch.cat(states)[index])
+    sizes = [each.numel() for each in asked]
+    weights = counted.float()
     if weigh is not None:
-        surprise = torch.stack([part[1].view(asked[0].shape) for part in parts], dim=-1)
-        weights = list(weigh(surprise, torch.stack(asked, dim=-1)).unbind(-1))
-    total = sum((part[0].flatten() * each.flatten()).sum() for part, each in zip(parts, weights, strict=True))
-    agreed = [(part[2].flatten() & each.flatten()).sum().float() for part, each in zip(parts, asked, strict=True)]
-    assert isinstance(total, Tensor)
-    weight = torch.stack([each.sum() for each in weights]).sum()
-    return Loss(total, weight, torch.stack(agreed), torch.stack([each.sum().float() for each in asked]))
+        surprise = torch.zeros_like(weights).index_copy(0, index, found.surprise[:, 0])
+        parts = [part.view(asked[0].shape) for part in surprise.split(sizes)]
+        weights = torch.cat(
+            [each.flatten() for each in weigh(torch.stack(parts, -1), torch.stack(asked, -1)).unbind(-1)]
+        )
+    agreed = torch.zeros_like(counted).index_copy(0, index, found.agreed[:, 0])
+    total = (found.loss[:, 0] * weights[index]).sum()
+    sums = [torch.stack([part.sum().float() for part in each.split(sizes)]) for each in (agreed, counted)]
+    return Loss(total, weights.sum(), *sums)
 
 
 Weigh = Callable[[Tensor, Tensor], Tensor]

@@ -6,19 +6,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, Reading, Sureness, drafters, extend, shifted
+from outrider.drafters.feedback import twin
 from outrider.drafters.fresh import Fresh, Plan
-from outrider.drafters.head import twin
-from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, judged, rows_of, teaching
+from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, joined, judged, rows_of, teaching
 from outrider.drafters.mtp_added import added_modules, are_added, fresh_modules
 from outrider.kernels.sampling import choose
+from outrider.layers.attention import SelfAttention
+from outrider.layers.block import DecoderBlock
 from outrider.layers.embedding import embed_rows
+from outrider.layers.mlp import GatedMLP
 from outrider.layers.mtp import MtpModule
 from outrider.models.base import Mtp, Target
 from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
@@ -40,7 +43,7 @@ class MultiTokenPrediction(Drafter):
     """The last rows of module k > 0 were built from drafted tokens, so all modules run again over as many rows as there
     are modules: whatever was accepted, entries of committed tokens come from them and the target's own states."""
 
-    lives_in_target = True
+    weights_in_target = True
 
     def __init__(self, mtp: Mtp, target: Target, settings: SpeculativeConfig) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ class MultiTokenPrediction(Drafter):
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> MultiTokenPrediction:
         if checkpoint is not None and are_added(checkpoint.config):
             return cls(added_modules(checkpoint.config, target), target, settings)
-        if not cls.suits(type(target)):
+        if not cls.supports(type(target)):
             names = ", ".join(target.config.get("architectures") or [type(target).__name__])
             raise ValueError(f"method mtp: {names} has no multi-token-prediction modules; choose another method")
         if target.mtp is None:
@@ -81,7 +84,7 @@ class MultiTokenPrediction(Drafter):
         return Sureness.BY_NAME if are_added(config) else Sureness.NO
 
     @classmethod
-    def suits(cls, target: type[Target]) -> bool:
+    def supports(cls, target: type[Target]) -> bool:
         return target.mtp is not Target.mtp  # its class says how modules look; its config, whether there are some
 
     # drafting
@@ -184,7 +187,12 @@ class MultiTokenPrediction(Drafter):
             return []
         name = "first embedding kept" if zeroed else "first embedding zeroed"
         advice = f'set "mtp_zero_first_embedding": {str(not zeroed).lower()} in the target\'s config.json'
-        return [Reading(name, advice, _with_other_first_embedding)]
+        return [Reading(name, advice, {"zero_first_embedding": not zeroed})]
+
+    def reread(self, **changes: Any) -> Self:
+        other = twin(self)
+        other.mtp = replace(self.mtp, **changes)
+        return other
 
     # training
 
@@ -198,16 +206,47 @@ class MultiTokenPrediction(Drafter):
             )
         return fresh_modules(target, plan)
 
+    @classmethod
+    def found_in(cls, target: Target, checkpoint: Checkpoint, plan: Plan) -> Fresh | None:
+        """The modules that a target came with, in the target's names, beside its config.json."""
+        if target.mtp is None:
+            return None
+        settings = SpeculativeConfig(method="mtp", num_speculative_tokens=plan.depth)
+        modules = cls(target.mtp, target, settings)
+        if any(weight.combine is not None for weight in modules.weights().values()) or not modules._is_plain:
+            raise ValueError(
+                "the target's own multi-token-prediction modules have latent attention or a mixture of experts, which "
+                "cannot be trained: choose another method"
+            )
+        names = {target.canonical(name): name for name in checkpoint.names()}
+        own = {canonical: name for canonical, name in names.items() if not modules.ignores(canonical)}
+        return Fresh(dict(checkpoint.config), {each: checkpoint.tensor(name).clone() for each, name in own.items()})
+
+    @property
+    def _is_plain(self) -> bool:
+        blocks = [block for module in self.each for block in module.blocks]  # type: ignore[union-attr]
+        return all(isinstance(block, DecoderBlock) and isinstance(block.mlp, GatedMLP) for block in blocks)
+
+    @property
+    def _window(self) -> int:
+        """How far modules look back; one number for all."""
+        attentions = [part for part in self.each.modules() if isinstance(part, SelfAttention)]
+        return attentions[0].shape.window if attentions else 0
+
     def loss(self, lesson: Lesson) -> Loss:
         """All modules over the whole text, one after the other, beside the text's tokens; a module that is used again
         goes on from its own output, as a draft does."""
-        target = self._target[0]
-        taught = teaching(lesson, target, self.module(0).head, None)
-        guesses = self.guesses(lesson)
-        return judged(lesson, target, taught, guesses)
+        target, guesses = self._target[0], self.guesses(lesson)
+        if self.module(0).head is None:
+            return judged(lesson, target, teaching(lesson, target, None, None), guesses)
+        heads = [self.module(guess.ahead % self.num_modules).head for guess in guesses]  # each has its own
+        return joined(
+            [judged(lesson, target, teaching(lesson, target, head, None), [guess])
+             for head, guess in zip(heads, guesses, strict=True)]
+        )  # fmt: skip
 
     def guesses(self, lesson: Lesson) -> list[Guess]:
-        branches, target = Branches(lesson), self._target[0]
+        branches, target = Branches(lesson, self._window), self._target[0]
         source = lesson.last.flatten(0, 1)
         if self.mtp.reads_normed:
             with torch.no_grad():
@@ -275,13 +314,6 @@ class MultiTokenPrediction(Drafter):
         said = key in self._target[0].config
         source = f"the target's config.json {key}" if said else "default, as in vLLM; ambiguous: others keep it"
         return Resolved("zeroed" if self.mtp.zero_first_embedding else "kept", source)
-
-
-def _with_other_first_embedding(drafter: Drafter) -> Drafter:
-    other = twin(drafter)
-    assert isinstance(other, MultiTokenPrediction)
-    other.mtp = replace(other.mtp, zero_first_embedding=not other.mtp.zero_first_embedding)
-    return other
 
 
 def _prefix(weights: dict[str, Weight]) -> str:

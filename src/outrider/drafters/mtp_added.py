@@ -27,7 +27,7 @@ def are_added(config: Mapping[str, Any]) -> bool:
 
 
 def added_modules(config: dict[str, Any], target: Target) -> Mtp:
-    """As a checkpoint of added modules describes them."""
+    """MTP modules as a checkpoint of added modules describes them."""
     hidden_size, inner, num_heads, count = require(
         config, "hidden_size", "intermediate_size", "num_attention_heads", "num_nextn_predict_layers"
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
-from outrider.config import SpeculativeConfig
+from outrider.config import Setting, SpeculativeConfig
 from outrider.drafters.base import Drafter, drafters, no_draft
 from outrider.models.base import Target
 from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict
@@ -12,12 +15,15 @@ from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict
 
 @drafters.register("ngram")
 class Ngram(Drafter):
-    from_text = True
+    reads_tokens_only = True
+    own_settings: Mapping[str, Any] = {"prompt_lookup_min": Setting(2, 1, 64), "prompt_lookup_max": Setting(8, 1, 64)}
 
     def __init__(self, settings: SpeculativeConfig) -> None:
         super().__init__()
         self.lookahead = settings.num_speculative_tokens
-        self.shortest, self.longest = settings.prompt_lookup_min, settings.prompt_lookup_max
+        self.shortest, self.longest = settings.own(self.own_settings).values()
+        if self.shortest > self.longest:
+            raise ValueError(f"prompt_lookup_min ({self.shortest}) must not exceed prompt_lookup_max ({self.longest})")
 
     @classmethod
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Ngram:

@@ -14,17 +14,11 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Reading, Sureness, drafters, extend, no_draft, shifted
 from outrider.drafters.eagle3 import FIRST_KEY, Eagle3
 from outrider.drafters.eagle3_config import Eagle3Config, resolve
+from outrider.drafters.feedback import actual_names
 from outrider.drafters.fresh import Fresh, Plan
-from outrider.drafters.head import actual_names
 from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, judged, rows_of, teaching
-from outrider.drafters.parallel import (
-    MASK_TOKEN_KEYS,
-    draft_at_once,
-    draft_rows,
-    mask_rows,
-    num_masked,
-    resolve_mask_token,
-)
+from outrider.drafters.parallel import draft_at_once, draft_rows, mask_rows, num_masked, resolve_mask_token
+from outrider.drafters.reader import MASK_TOKEN_KEYS
 from outrider.models.base import Target
 from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
 
@@ -67,7 +61,7 @@ class PEagle(Eagle3):
         return Sureness(sureness + 1) if sureness else Sureness.NO
 
     @classmethod
-    def stands_for(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:
+    def replaces(cls, method: str, settings: SpeculativeConfig, config: Mapping[str, Any]) -> bool:
         return method == "eagle3" and (settings.parallel_drafting or _is_named(config))
 
     def propose(self, step: Step, hidden: Hidden, verdict: Verdict) -> Draft:

@@ -3,7 +3,6 @@ What P-EAGLE and PARD share: which token is the mask, which rows are masked, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,38 +10,17 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import Extension
+from outrider.drafters.reader import Reader
 from outrider.kernels.sampling import choose
 from outrider.types import Batch, Draft, Resolved, Step
 
-# every name that the mask token's id goes by in a config.json
-MASK_TOKEN_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-_PLACES = ("dflash_config.mask_token_id", *MASK_TOKEN_KEYS)
 
-
-def resolve_mask_token(config: Mapping[str, Any], vocab_size: int) -> Resolved:
+def resolve_mask_token(config: dict[str, Any], vocab_size: int) -> Resolved:
     """The mask token's id, which must be one of the `vocab_size` that are embedded, and where it was read."""
-    keys = [*_PLACES, *(f"text_config.{key}" for key in _PLACES)]
-    found = {key: value for key in keys if (value := _look_up(config, key)) is not None}
-    if not found:
-        raise ValueError(
-            "config.json does not say which token stands for the ones to be drafted in parallel: set one of "
-            f"{', '.join(_PLACES)}; or, if the checkpoint was not trained for it, remove parallel_drafting"
-        )
-    token = next(iter(found.values()))
-    said = ", ".join(f"{key} = {value!r}" for key, value in found.items())
-    if any(value != token for value in found.values()):
-        raise ValueError(f"config.json names different mask tokens ({said}): remove the wrong one")
-    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-        raise ValueError(f"config.json: {said} is no token id that is embedded: ids are 0..{vocab_size - 1}")
-    return Resolved(token, " and ".join(found))
-
-
-def _look_up(config: Mapping[str, Any], path: str) -> Any:
-    *outer, key = path.split(".")
-    for name in outer:
-        inner = config.get(name)
-        config = inner if isinstance(inner, Mapping) else {}
-    return config.get(key)
+    token = Reader(config).mask_token()
+    if not 0 <= token.value < vocab_size:
+        raise ValueError(f"{token.source} = {token.value} is no token id that is embedded: ids are 0..{vocab_size - 1}")
+    return token
 
 
 def num_masked(step: Step) -> int:

@@ -26,7 +26,7 @@ class Predicted(Drafter):
     """Up to `lookahead` tokens for every request with a prediction, whatever depth others want: what a request wants
     itself is cut by the scheduler. Where the answer stands in a prediction is kept with the request."""
 
-    from_text = True
+    reads_tokens_only = True
     recordable = False  # it looks things up on the host
 
     def __init__(self, lookahead: int) -> None:
@@ -43,7 +43,7 @@ class Predicted(Drafter):
             assert prediction is not None
             if not emits:
                 continue
-            follow(prediction, length - prediction.begin, recent)
+            align(prediction, length - prediction.begin, recent)
             room = step.state.tokens.shape[1] - 1 - length
             found = continuation(prediction, min(self.lookahead, room))
             count[number] = len(found)
@@ -62,7 +62,7 @@ class Predicted(Drafter):
         return torch.cat([lengths[:, None], step.emits[index, None].long(), recent], dim=1).tolist()
 
 
-def follow(prediction: Prediction, num_outputs: int, recent: Sequence[int]) -> None:
+def align(prediction: Prediction, num_outputs: int, recent: Sequence[int]) -> None:
     """Notes where an answer of `num_outputs` tokens stands, of which `recent` are the last."""
     num_new = num_outputs - prediction.num_seen
     answer = recent[max(len(recent) - num_outputs, 0) :]

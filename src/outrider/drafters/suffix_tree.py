@@ -17,7 +17,7 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True)
-class Guess:
+class SuffixGuess:
     """Tokens that may follow, and how many of them are expected to be right."""
 
     tokens: tuple[int, ...] = ()
@@ -37,21 +37,21 @@ class Lengths:
         return min(self.most, int(self.per_match * match_len + 1e-6))
 
 
-class Follower(Protocol, Generic[C]):
+class ContextMatches(Protocol, Generic[C]):
     """Knows where the last tokens of a context occurred, and what stood there next."""
 
     def find(self, match_len: int) -> C | None:
         """The occurrences of the context's last `match_len` tokens."""
 
-    def follow(self, place: C) -> tuple[int, float, C] | None:
+    def extend_match(self, place: C) -> tuple[int, float, C] | None:
         """The most frequent next token, its share among all next tokens, and the occurrences with it appended."""
 
     def owner(self, place: C) -> int: ...
 
 
-def best_guess(follower: Follower[C], longest_match: int, lengths: Lengths) -> Guess:
+def best_guess(follower: ContextMatches[C], longest_match: int, lengths: Lengths) -> SuffixGuess:
     """Of all match lengths the one whose continuation promises most; of equals, the longest match."""
-    best = Guess()
+    best = SuffixGuess()
     for match_len in range(longest_match, 0, -1):
         if best.score >= lengths.of(match_len):  # which no shorter match can surpass
             break
@@ -62,18 +62,18 @@ def best_guess(follower: Follower[C], longest_match: int, lengths: Lengths) -> G
     return best
 
 
-def _continuation(follower: Follower[C], place: C, most: int, least_probability: float) -> Guess:
+def _continuation(follower: ContextMatches[C], place: C, most: int, least_probability: float) -> SuffixGuess:
     tokens: list[int] = []
     probability, score = 1.0, 0.0
     while len(tokens) < most:
-        found = follower.follow(place)
+        found = follower.extend_match(place)
         if found is None or probability * found[1] < least_probability:
             break
         token, share, place = found
         probability *= share
         score += probability
         tokens.append(token)
-    return Guess(tuple(tokens), score, follower.owner(place))
+    return SuffixGuess(tuple(tokens), score, follower.owner(place))
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class TreeFollower:
             node, read = child, 1
         return node, read
 
-    def follow(self, place: tuple[Node, int]) -> tuple[int, float, tuple[Node, int]] | None:
+    def extend_match(self, place: tuple[Node, int]) -> tuple[int, float, tuple[Node, int]] | None:
         node, read = place
         if node.start + read < node.end:
             return node.tokens[node.start + read], 1.0, (node, read + 1)
@@ -223,7 +223,7 @@ class TextFollower:
     def find(self, match_len: int) -> Places | None:
         return self.by_length[match_len - 1] if match_len <= len(self.by_length) else None
 
-    def follow(self, place: Places) -> tuple[int, float, Places] | None:
+    def extend_match(self, place: Places) -> tuple[int, float, Places] | None:
         """The token that followed most often; of equally frequent ones the latest."""
         place = place[place < len(self.text)]  # of the others it is not known yet what comes next
         if not len(place):
@@ -281,7 +281,7 @@ class SuffixCache:
         if not tree.root.count:
             del self.trees[kept.tenant]
 
-    def guess(self, text: NDArray[np.int64], tenant: str | None, lengths: Lengths) -> Guess:
+    def guess(self, text: NDArray[np.int64], tenant: str | None, lengths: Lengths) -> SuffixGuess:
         """What may follow a text: judged by itself, and by the same tenant's earlier texts."""
         longest = min(self.depth - 1, len(text))
         own = best_guess(TextFollower(text, longest), longest, lengths)

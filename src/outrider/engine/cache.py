@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.snapshot_pool import NUM_WANTED
-from outrider.engine.snapshots import Wanted
+from outrider.engine.snapshots import WantedSnapshots
 from outrider.engine.upload import upload
 from outrider.host_memory import zeros
 from outrider.kernels.round import keep_taps
@@ -24,7 +24,7 @@ NUM_MISSABLE = 64  # rows of a request that a drafter may miss before it must be
 class CacheShape:
     num_pages: int
     page_size: int
-    num_slots: int  # one of them, the last, belongs to nobody
+    num_slots: int  # the last of them is the null slot, which belongs to no request
     max_len: int  # the longest a request may grow, drafts included
     num_taps: int
     hidden_size: int
@@ -188,7 +188,7 @@ class Cache:
             slot, place, page = self.upload(torch.tensor(places, dtype=torch.long)).unbind(1)
             self.page_table[slot, place] = page.int()
 
-    def want(self, wanted: Sequence[Wanted]) -> None:
+    def want(self, wanted: Sequence[WantedSnapshots]) -> None:
         """Snapshots that rounds from now on shall take, of any number of requests at once."""
         if wanted:
             assert self.state.wanted is not None

@@ -19,7 +19,7 @@ DTYPES = {str(each).removeprefix("torch."): each for each in _SENT}
 
 
 class Channel:
-    """From rank 0 to all others of its group, on the host."""
+    """Messages from rank 0 to all others of its group, on the host."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -47,7 +47,7 @@ class Channel:
 
 
 def encode(message: Any, tensors: Sequence[Tensor]) -> Tensor:
-    """As bytes: the length of the JSON, the JSON, the tensors."""
+    """A message as bytes: the length of the JSON, the JSON, the tensors."""
     held = [tensor.detach().cpu().contiguous() for tensor in tensors]
     forms = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in held]
     text = json.dumps([message, forms], separators=(",", ":")).encode()

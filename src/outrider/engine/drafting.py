@@ -4,7 +4,7 @@ were one more part of the prompt: then its memory is what it would have been."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ class Drafting:
         """`predicting`: who drafts in rounds with requests that bring a prediction."""
         self.drafter, self.policy, self.predicting = drafter, policy, predicting
         self.lookahead = drafter.lookahead if drafter is not None else 0
+        self.listener: Callable[[Request], None] | None = None  # is told of every request that has ended
 
     @classmethod
     def of(cls, config: EngineConfig, drafter: Drafter | None, predicting: Drafter | None = None) -> Drafting:
@@ -52,7 +53,7 @@ class Drafting:
     @property
     def remembers(self) -> bool:
         """Whether there is a drafter that must see all of a text."""
-        return self.drafter is not None and not self.drafter.from_text
+        return self.drafter is not None and not self.drafter.reads_tokens_only
 
     def depth(self, requests: Sequence[Request]) -> int:
         """How many tokens to draft: as many as the request that wants most, and as are worth it. A prediction is always
@@ -123,7 +124,7 @@ class Drafting:
         self._cache.keep_taps(step, hidden, verdict)
         predictions = any(prediction is not None for prediction in step.predictions)
         drafter = self.predicting if predictions else self.drafter
-        if drafter is None or (drafter.from_text and drafter.ranks is not None and drafter.ranks.rank):
+        if drafter is None or (drafter.reads_tokens_only and drafter.ranks is not None and drafter.ranks.rank):
             return None  # a text is looked into by one rank
         draft = drafter.propose(step, hidden, verdict)
         _check_form(draft, len(step.batch.slots), drafter)
@@ -137,6 +138,8 @@ class Drafting:
 
     def learn(self, request: Request) -> None:
         """A request has ended."""
+        if self.listener is not None:
+            self.listener(request)
         if self.drafter is not None and request.num_outputs:
             self.drafter.learn(request.tokens, request.params.tenant)
 

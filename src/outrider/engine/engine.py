@@ -29,7 +29,7 @@ from outrider.engine.policy import DepthPolicy, judged_of
 from outrider.engine.request import Progress, Request, Work
 from outrider.engine.round import EagerRound, Round, RoundParts
 from outrider.engine.runner import Runner, exact_shape
-from outrider.engine.scheduler import Limits, Plan, Scheduler
+from outrider.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from outrider.engine.snapshots import Snapshots
 from outrider.engine.stages import StagedRound
 from outrider.engine.stopwatch import Stopwatch
@@ -70,7 +70,7 @@ class Engine:
         most = config.max_num_batched_tokens
         recorder = self.recorder(config) if team is None else None
         num_rows = min(most, NUM_ROWS[-1]) if recorder is not None else most
-        limits = Limits(
+        limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max(num_rows, config.max_num_seqs * (1 + self.lookahead)),
             max_model_len=self.max_model_len,
@@ -123,6 +123,8 @@ class Engine:
     def check(self, params: SamplingParams) -> None:
         """Raises ValueError for sampling filters that this engine does not know."""
         self.runner.options.check(params)
+        if params.extra_args and isinstance(self.workers, Workers):
+            self.workers.check_filters(params.extra_args)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -213,7 +215,7 @@ class Engine:
         return True
 
     def _logits_of(self, states: Tensor) -> Tensor:
-        """Of hidden states [R, H], all [R, V]."""
+        """The logits [R, V] of hidden states [R, H], of the whole vocabulary."""
         if self.orders is not None:
             self.orders.logits(states)
         return self.parts.logits_of(states)
@@ -254,7 +256,7 @@ class Engine:
         rests = flight.shape.rests or not (flight.shape.depth or self.drafting.remembers)
         outcomes = [outcome for work, outcome, _ in read if work.emits]
         self.drafting.policy.note(landed(flight, outcomes, judged, seconds, rests))
-        self._heal([work for work, _, _ in read])
+        self._recompute_spoilt([work for work, _, _ in read])
         return brought
 
     # the parts of a step
@@ -325,7 +327,7 @@ class Engine:
         else:
             self.watchdog.plain_round(request.standing)
 
-    def _heal(self, plan: Sequence[Work]) -> None:
+    def _recompute_spoilt(self, plan: Sequence[Work]) -> None:
         """Requests whose memory seems to be spoilt start over from the tokens that they have."""
         for work in reversed(plan):  # each goes to the head of the queue
             if work.request.standing.needs_rebuild and not work.request.finished:

@@ -33,7 +33,7 @@ class Flight:
         return any(work.is_current for work in self.plan)
 
     def wait(self) -> None:
-        """Until it has landed."""
+        """Waits until the outcome of the round has reached the host."""
         if self.landed is not None:
             self.landed.synchronize()
 

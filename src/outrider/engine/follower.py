@@ -22,7 +22,7 @@ class Follower:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Until it is told to close."""
+        """Follows rank 0's orders until it is told to close."""
         while self._is_open:
             orders, tensors = self._channel.receive()
             for order in orders:

@@ -41,7 +41,7 @@ KINDS = (PLAIN, OPEN, Flags(filtered=True, adjusted=True, masked=True))  # all t
 
 
 class Part(Enum):
-    """Of a round; see round.py."""
+    """A part of a round that is recorded by itself; see round.py."""
 
     FORWARD = "forward"
     CHOOSE = "choose"
@@ -58,7 +58,7 @@ class GraphKey:
 
 
 class Keys(NamedTuple):
-    """Of the parts of a round."""
+    """The keys under which the three parts of a round are recorded."""
 
     forward: GraphKey
     choose: GraphKey
@@ -144,7 +144,7 @@ class Graphs:
         return RecordedRound(self, plan, shape, (keys, masked))
 
     def seat(self, plan: Sequence[Work], shape: RoundShape) -> None:
-        """Whoever takes part in the next round."""
+        """Uploads who takes part in the next round."""
         upload_to(self.buffers.seat_table(shape.num_seats), self._runner.seat_table(plan, shape))
 
     def replay(self, key: GraphKey) -> Recording:
@@ -179,7 +179,7 @@ class Graphs:
                 self._prepare(self.keys(shape, kind))
 
     def usual_shapes(self, depths: Sequence[int], max_rows: int, *, may_rest: bool) -> list[RoundShape]:
-        """All that fitted() says for rounds of so many rows, with such depths."""
+        """Every shape that fitted() gives rounds of so many rows, with such depths."""
         shapes = []
         for depth in depths:
             for seats in self._sizes(seat_sizes(depth)):

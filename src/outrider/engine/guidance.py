@@ -134,7 +134,7 @@ class _Beside:
             return False
 
     def _give_up(self) -> None:
-        """It ends when what it does is done; until then, others come first."""
+        """Leaves a late thread behind: it ends when what it does is done, and until then others come first."""
         assert self._thread is not None
         self._work.put(None)
         with suppress(OSError, AttributeError):

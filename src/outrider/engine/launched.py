@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from outrider.config import EngineConfig, config_to_json
-from outrider.engine.team import Place, RankLostError, Team, device_for, join
+from outrider.engine.team import RankLostError, RankPlace, Team, device_for, join
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
@@ -20,7 +20,7 @@ def launched_rank() -> int | None:
     return int(os.environ["RANK"]) if all(name in os.environ for name in VARIABLES) else None
 
 
-def place_of(config: EngineConfig) -> Place:
+def place_of(config: EngineConfig) -> RankPlace:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size != config.num_ranks:
         raise ValueError(
@@ -28,10 +28,10 @@ def place_of(config: EngineConfig) -> Place:
         )
     device, own_devices = device_for(config, int(os.environ.get("LOCAL_RANK", rank)), size)
     secret = os.environ.get("OUTRIDER_SECRET", os.environ["TORCHELASTIC_RUN_ID"])
-    return Place(rank, size, config.pipeline_parallel_size, device, own_devices, secret)
+    return RankPlace(rank, size, config.pipeline_parallel_size, device, own_devices, secret)
 
 
-def meet(place: Place) -> Team:
+def meet(place: RankPlace) -> Team:
     """At the address that all were given. torchrun itself keeps what is exchanged there."""
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -60,7 +60,7 @@ class LaunchedRanks:
             raise RankLostError("a rank has ended, or a step broke off: the engine cannot go on") from error
 
     def on_lost(self, hear: Callable[[RankLostError], None]) -> None:
-        """That is noticed in the next step."""
+        """A rank that is lost is noticed in the next step."""
 
     def end(self) -> None:
         with suppress(RuntimeError):  # they have ended already

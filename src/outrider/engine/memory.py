@@ -52,7 +52,7 @@ class Budget:
 
     @property
     def num_tokens(self) -> int:
-        """That the cache can hold, of all requests together."""
+        """Tokens that the cache can hold, of all requests together."""
         return (self.num_pages - 1) * self.page_size
 
     def rows(self) -> dict[str, str]:
@@ -215,7 +215,7 @@ def _left_on_gpu(config: EngineConfig, demand: Demand, weight_bytes: int) -> int
 
 
 def free_bytes() -> int:
-    """Of the CPU's memory."""
+    """Bytes of the CPU's memory that are free."""
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:

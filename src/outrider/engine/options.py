@@ -65,7 +65,7 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SamplingNeeds:
     """What the requests of a round ask of sampling at all."""
 
     greedy: bool
@@ -76,7 +76,7 @@ class Asked:
     bounded: bool
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> Asked:
+    def of(cls, requests: Sequence[Request]) -> SamplingNeeds:
         params = [request.params for request in requests]
         return cls(
             greedy=all(map(is_greedy, params)),
@@ -202,11 +202,11 @@ class Options:
         return wider
 
     def sampling(self, requests: Sequence[Request]) -> Sampling:
-        """As a round of these requests reads the table."""
-        return self.sampling_for(Asked.of(requests))
+        """Sampling options as a round of these requests reads the table."""
+        return self.sampling_for(SamplingNeeds.of(requests))
 
-    def sampling_for(self, asked: Asked) -> Sampling:
-        """As a round reads it whose requests ask for this."""
+    def sampling_for(self, asked: SamplingNeeds) -> Sampling:
+        """Sampling options as a round reads them whose requests ask for this."""
         table = replace(self.recorded(Flags(asked.filtered, asked.adjusted)), greedy=asked.greedy)
         if not asked.adjusted:
             return table
@@ -219,7 +219,7 @@ class Options:
         )
 
     def recorded(self, flags: Flags) -> Sampling:
-        """As any round reads it whose requests ask for such things."""
+        """Sampling options as any recorded round reads them whose requests ask for such things."""
         if flags.adjusted:
             self.prepare_adjusting()
         tables = self._floats.unbind()

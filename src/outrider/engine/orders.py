@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from outrider.engine.channel import Channel
-from outrider.engine.options import Asked
+from outrider.engine.options import SamplingNeeds
 from outrider.engine.placing import Placing
 from outrider.engine.request import Request
 from outrider.engine.snapshot_pool import Marks
-from outrider.engine.snapshots import Wanted
+from outrider.engine.snapshots import WantedSnapshots
 from outrider.sampling_params import SamplingParams
 from outrider.types import Images, RoundShape
 
 # of a request's params, what the device is told of
 PARAMS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "max_tokens", "logit_bias", "allowed_token_ids", "stop_token_ids"),
+    *("min_tokens", "max_tokens", "logit_bias", "allowed_token_ids", "stop_token_ids", "extra_args"),
 )
 
 
@@ -47,10 +47,10 @@ class Orders:
             }
         )
 
-    def catch_up(self, table: Tensor, shape: RoundShape, asked: Asked) -> None:
+    def catch_up(self, table: Tensor, shape: RoundShape, asked: SamplingNeeds) -> None:
         self._send(do="catch_up", table=table.tolist(), shape=vars(shape), asked=vars(asked))
 
-    def forward(self, table: Tensor, shape: RoundShape, asked: Asked, *, has_images: bool) -> int:
+    def forward(self, table: Tensor, shape: RoundShape, asked: SamplingNeeds, *, has_images: bool) -> int:
         """The first part of a round, which is given a number."""
         self._number += 1
         told = {"table": table.tolist(), "shape": vars(shape), "asked": vars(asked), "has_images": has_images}
@@ -67,7 +67,7 @@ class Orders:
         self._send(do="finish", number=number, said=said_at, gathers=gathers, draft_width=draft_width)
 
     def logits(self, states: Tensor) -> None:
-        """Those of hidden states [R, H] are wanted whole."""
+        """Tells all ranks that logits of hidden states [R, H] are wanted, of the whole vocabulary."""
         self._send(do="logits", states=self._attach(states))
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Orders:
         return {"tensors": self._attach(images.indices, images.features, *positions), "spans": images.spans}
 
     def _attach(self, *tensors: Tensor) -> list[int]:
-        """Where they are among a message's tensors."""
+        """Adds tensors to a message: where they are among the message's tensors."""
         self._tensors += tensors
         return list(range(len(self._tensors) - len(tensors), len(self._tensors)))
 
@@ -104,16 +104,16 @@ class Orders:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: many ids are held as an array."""
+    """A value as JSON has it: many ids are held as an array."""
     return list(value) if isinstance(value, array) else value
 
 
 def placing_of(order: dict[str, Any], tensors: Sequence[Tensor]) -> Placing:
-    """As it was on rank 0, as far as the device is told of it."""
+    """A Placing as it was on rank 0, as far as the device is told of it."""
     return Placing(
         admitted=[(_request(each, tensors), each["reused"]) for each in order["admitted"]],
         places=[(slot, place, page) for slot, place, page in order["places"]],
-        wanted=[Wanted(*each) for each in order["wanted"]],
+        wanted=[WantedSnapshots(*each) for each in order["wanted"]],
     )
 
 
@@ -143,6 +143,6 @@ def _images_of(told: dict[str, Any] | None, tensors: Sequence[Tensor]) -> Images
     return Images(indices, features, spans, names=(), positions=positions[0] if positions else None)
 
 
-def seats_of(order: dict[str, Any]) -> tuple[Tensor, RoundShape, Asked]:
+def seats_of(order: dict[str, Any]) -> tuple[Tensor, RoundShape, SamplingNeeds]:
     """Who takes part in a round, its sizes, and what is asked of sampling."""
-    return torch.tensor(order["table"], dtype=torch.long), RoundShape(**order["shape"]), Asked(**order["asked"])
+    return torch.tensor(order["table"], dtype=torch.long), RoundShape(**order["shape"]), SamplingNeeds(**order["asked"])

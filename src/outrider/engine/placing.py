@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from outrider.engine.cache import Cache
 from outrider.engine.options import Options
 from outrider.engine.request import Request
-from outrider.engine.snapshots import Wanted
+from outrider.engine.snapshots import WantedSnapshots
 
 
 @dataclass(frozen=True)
 class Placing:
     admitted: Sequence[tuple[Request, list[int]]]  # and the pages whose content each reuses
     places: Sequence[tuple[int, int, int]]  # (slot, place in its table, page)
-    wanted: Sequence[Wanted]
+    wanted: Sequence[WantedSnapshots]
 
     def put(self, cache: Cache, options: Options) -> None:
         for request, reused in self.admitted:

@@ -58,7 +58,7 @@ class DepthPolicy(Protocol):
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """All that depth() may say."""
+        """Every depth that depth() may give."""
         ...
 
     @property
@@ -86,7 +86,7 @@ class DepthPolicy(Protocol):
 
 
 class FixedDepth:
-    """As many tokens as there can be, whatever they are worth."""
+    """A policy that drafts as many tokens as there can be, whatever they are worth."""
 
     adaptive = False
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from outrider.detokenizer import Detokenizer, StopChecker
 from outrider.engine.snapshot_pool import Marks
-from outrider.engine.watchdog import Standing
+from outrider.engine.watchdog import RequestHealth
 from outrider.grammar.guide import Guide
 from outrider.outputs import CompletionOutput, Logprob
 from outrider.sampling_params import SamplingParams, Speculation
-from outrider.tokenizer import Detokenizer, StopChecker, Tokenizer
+from outrider.tokenizer import Tokenizer
 from outrider.types import Images, Prediction
 
 CLOSED = "max_tokens"  # why an answer stopped that had no more room, and was closed
@@ -76,7 +77,7 @@ class Residence:
     marks: Marks = field(default_factory=Marks)  # where snapshots of recurrent states are taken
 
     def leave(self) -> None:
-        """All of it is as at first: nothing of this stay reaches the next one."""
+        """The request gives up its slot and pages: nothing of this stay reaches the next one."""
         vars(self).update(vars(Residence()))
 
 
@@ -100,8 +101,8 @@ class Request(Residence):
     num_admissions: int = 0
     first_admitted: float | None = None  # when, by time.monotonic()
     num_preemptions: int = 0
-    starts_afresh: bool = False  # when it is admitted again, it reuses nothing
-    standing: Standing = field(default_factory=Standing)  # with the watchdog
+    recompute: bool = False  # when it is admitted again, it reuses nothing
+    standing: RequestHealth = field(default_factory=RequestHealth)  # with the watchdog
     # what came out
     draft_positions: list[int] = field(default_factory=list)  # of each output: its place in the draft, 0: no draft's
     text_ends: list[int] = field(default_factory=list)  # of each output: length of the text once it was added
@@ -173,7 +174,7 @@ class Request(Residence):
 
     def most_drafts(self, *, predicted: bool = False) -> int | None:
         """How many tokens of a draft are wanted, be it the drafter's or from the prediction; None: all of them."""
-        rests = self.standing.is_resting or not self.is_followed
+        rests = self.standing.is_paused or not self.is_followed
         return 0 if rests and not predicted else self.params.num_speculative_tokens
 
     def remaining(self, max_model_len: int) -> int:

@@ -90,7 +90,7 @@ class Round:
         return hidden
 
     def logits_of(self, states: Tensor) -> Tensor:
-        """Of hidden states [R, H], all [R, V]."""
+        """The logits [R, V] of hidden states [R, H], of the whole vocabulary."""
         return self.target.logits(states)
 
 
@@ -127,7 +127,7 @@ class EagerRound:
 
     @property
     def number(self) -> int:
-        """Of the round, where other ranks are told of it."""
+        """The number of the round, where other ranks are told of it."""
         return self._step.number
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.cache import Cache
-from outrider.engine.options import Asked, Options
+from outrider.engine.options import Options, SamplingNeeds
 from outrider.engine.request import Work
 from outrider.kernels.round import Layout, lay_out
 from outrider.types import Batch, Recurrence, RoundShape, Sampling, Seats, Step
@@ -52,7 +52,7 @@ class Runner:
         """The rows of these requests; `missed`: those that the drafter has not seen, instead of the next ones. Other
         ranks are told to do the same."""
         requests = [work.request for work in plan]
-        table, asked = self.seat_table(plan, shape), Asked.of(requests)
+        table, asked = self.seat_table(plan, shape), SamplingNeeds.of(requests)
         number = 0
         has_images = any(work.request.has_images_after(work.end - work.num_rows) for work in plan)
         if self.orders is not None and missed:
@@ -66,9 +66,9 @@ class Runner:
         return step
 
     def pack_table(
-        self, table: Tensor, shape: RoundShape, asked: Asked, *, missed: bool = False, has_images: bool = False
+        self, table: Tensor, shape: RoundShape, asked: SamplingNeeds, *, missed: bool = False, has_images: bool = False
     ) -> Step:
-        """The same of whoever is in the table [4, B]: see seat_table()."""
+        """Packs a round of whoever is in the table [4, B]: see seat_table()."""
         seats = Seats.of(self.cache.upload(table))
         step = self.pack_seats(seats, shape, self.options.sampling_for(asked), missed=missed)
         if has_images:

@@ -18,7 +18,7 @@ def adjust(
 ) -> Tensor:
     """Bias, bars and penalties on logits [R, V] of batch rows `rows` [R]: row j is judged by tokens[: j + 1].
     `columns`: which ids the logits are about, where those of others are with other ranks."""
-    if not sampling.adjusts:
+    if not sampling.needs_adjusting:
         return logits
     adjusted = logits.to(torch.float32, copy=True)
     for part, judged in zip(adjusted.split(ADJUSTED_ROWS), rows.split(ADJUSTED_ROWS), strict=True):
@@ -34,7 +34,7 @@ def _adjust(
         bias = sampling.bias[slots]
         logits += bias if columns is None else columns.own(bias)
     if sampling.bounded:
-        _bar(logits, sampling.end_ids[slots], (last + 1 < sampling.min_len[slots])[:, None], columns)
+        _ban(logits, sampling.end_ids[slots], (last + 1 < sampling.min_len[slots])[:, None], columns)
     if sampling.bad_words is not None:
         _bar_bad_words(logits, sampling.bad_words[slots], state.tokens, (slots, last), columns)
     if sampling.penalised:
@@ -54,7 +54,7 @@ def sample(logits: Tensor, step: Step, columns: Columns | None = None) -> Tensor
     return choose(adjusted, sampling, slots, positions)
 
 
-def _bar(logits: Tensor, ids: Tensor, where: Tensor, columns: Columns | None) -> None:
+def _ban(logits: Tensor, ids: Tensor, where: Tensor, columns: Columns | None) -> None:
     """-inf at `ids` [R, E] (-1: none) where `where` broadcasts to true."""
     if columns is not None:
         ids = columns.place(ids)
@@ -72,4 +72,4 @@ def _bar_bad_words(
     place = last[:, None] - torch.arange(length - 1, -1, -1, device=last.device)  # [R, M - 1]
     tail = torch.where(place >= 0, texts[slots[:, None], place.clamp(min=0)], -2)
     matches = ((words[..., :-1] == tail[:, None]) | (words[..., :-1] == -1)).all(-1)  # [R, W]
-    _bar(logits, words[..., -1], matches, columns)
+    _ban(logits, words[..., -1], matches, columns)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from outrider.engine.pages import PagePool, page_hashes, root_of
 from outrider.engine.request import Request, Status, Work
-from outrider.engine.snapshots import Snapshots, Wanted
+from outrider.engine.snapshots import Snapshots, WantedSnapshots
 
 MAX_FIGURES = 2**12  # log-probabilities of prompts that are made in a round: some ten milliseconds
 FEW_DRAFTS = 32  # one row of a draft beside so many of prompts delays nobody much
@@ -20,7 +20,7 @@ Follows = Callable[[int], bool]
 
 
 @dataclass(frozen=True)
-class Limits:
+class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -37,7 +37,7 @@ class Plan:
 
     work: list[Work]
     admitted: list[Request]
-    wanted: list[Wanted] = field(default_factory=list)
+    wanted: list[WantedSnapshots] = field(default_factory=list)
 
 
 @dataclass
@@ -47,7 +47,7 @@ class PrefixStats:
 
 
 class Scheduler:
-    def __init__(self, limits: Limits, pool: PagePool, snapshots: Snapshots | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits, pool: PagePool, snapshots: Snapshots | None = None) -> None:
         """`snapshots`: where layers are recurrent, so that pages alone are of no use."""
         self.limits = limits
         self.pool = pool
@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def next_in_line(self) -> list[Request]:
-        """Those of the waiting that there are slots for."""
+        """Waiting requests that there are slots for."""
         return list(itertools.islice(self.waiting, len(self._free_slots)))
 
     # planning
@@ -215,11 +215,11 @@ class Scheduler:
         request.pages, request.page_names = reused + fresh, names[: len(reused)]
         request.num_computed = request.num_followed = start
         request.num_admissions += 1
-        request.starts_afresh = False
+        request.recompute = False
         if not request.num_preemptions:
-            request.num_cached = start
+            request.num_cached = min(start, len(request.prompt))
             self.stats.queried += len(request.prompt)
-            self.stats.hit += start
+            self.stats.hit += request.num_cached
         self.running.append(request)
         return _rows_of(request, start, num_rows, pending, depth)
 
@@ -244,7 +244,7 @@ class Scheduler:
     def _reusable(self, request: Request) -> list[bytes]:
         """Names of the pages it could reuse. The last token must be run for its logits; so must a prompt whose
         log-probabilities are wanted."""
-        if not self.limits.prefix_caching or request.params.prompt_logprobs is not None or request.starts_afresh:
+        if not self.limits.prefix_caching or request.params.prompt_logprobs is not None or request.recompute:
             return []
         names = page_hashes(request.named_tokens[:-1], self.limits.page_size, 0, _root(request))
         while request.whole(0, len(names) * self.limits.page_size) != len(names) * self.limits.page_size:
@@ -265,7 +265,7 @@ class Scheduler:
         if self.snapshots is not None:  # also those that go by the names of others' pages
             self.snapshots.forget(request.page_names)
         self.preempt(request)
-        request.starts_afresh = True
+        request.recompute = True
 
     # after the step
 

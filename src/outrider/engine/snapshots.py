@@ -17,7 +17,7 @@ LEAST_SHARE = 4  # a snapshot that saves less than this part of an interval is n
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedSnapshots:
     """What the device is told: which state to keep where."""
 
     slot: int
@@ -50,9 +50,9 @@ class Snapshots:
         )
         return count
 
-    def plan(self, plan: Sequence[Work]) -> list[Wanted]:
+    def plan(self, plan: Sequence[Work]) -> list[WantedSnapshots]:
         """What is new of what a round with this work shall take."""
-        found: list[Wanted] = []
+        found: list[WantedSnapshots] = []
         for work in plan:
             begin, end = work.end - work.num_rows, work.end
             # most rounds come by nothing, and this is asked of every request in every round
@@ -60,7 +60,7 @@ class Snapshots:
                 found += self._new(work.request, begin, end)
         return found
 
-    def _new(self, request: Request, begin: int, end: int) -> Iterator[Wanted]:
+    def _new(self, request: Request, begin: int, end: int) -> Iterator[WantedSnapshots]:
         """Of rows from `begin` to `end`, at most. Rounds under way come no further than the first of them: whatever is
         wanted beyond has not been passed."""
         marks = request.marks
@@ -71,7 +71,7 @@ class Snapshots:
             if place is None:
                 return
             marks.wanted[until], marks.told[column] = place, until
-            yield Wanted(request.slot, column, until, place)
+            yield WantedSnapshots(request.slot, column, until, place)
 
     def _ends(self, marks: Marks, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Where snapshots are worth it beyond `begin`, up to `end`, the most valuable first; and in which columns."""

@@ -81,12 +81,12 @@ class StagedRound(Round):
 
     def draft(self, step: Step, hidden: Hidden, verdict: Verdict, width: int = 0) -> Tensor:
         stage, count = self._stage, len(step.batch.slots)
-        from_text = self.drafting.drafter is None or self.drafting.drafter.from_text
-        drafted = 0 if from_text else width
+        reads_tokens_only = self.drafting.drafter is None or self.drafting.drafter.reads_tokens_only
+        drafted = 0 if reads_tokens_only else width
         said = torch.zeros(len(step.judged) + count * (drafted + 1), dtype=torch.long, device=step.starts.device)
         draft: Draft | None = None
         if stage.is_last:
-            draft = None if from_text else self.drafting.draft(step, hidden, verdict)
+            draft = None if reads_tokens_only else self.drafting.draft(step, hidden, verdict)
             parts = [self._choice]
             if drafted:
                 assert draft is not None
@@ -98,7 +98,7 @@ class StagedRound(Round):
             verdict = judge(step, choice)
             if drafted:
                 draft = Draft(tokens[: count * drafted].view(count, drafted), tokens[count * drafted :])
-        if from_text and width:
+        if reads_tokens_only and width:
             draft = self.drafting.draft(step, hidden, verdict) if stage.world.rank == 0 else None
             draft = self.of_first_rank(draft, step.starts, width)
         return write_outcome(step, verdict, draft)

@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Team:
-    """As one rank sees it."""
+    """The ranks of one engine, as one of them sees them."""
 
     world: Ranks
     channel: Channel
@@ -86,7 +86,7 @@ def device_for(config: EngineConfig, rank: int, size: int) -> tuple[str, bool]:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank stands, as it is told when it starts."""
 
     rank: int
@@ -97,7 +97,7 @@ class Place:
     secret: str
 
 
-def join(store: dist.Store, place: Place) -> Team:
+def join(store: dist.Store, place: RankPlace) -> Team:
     """Waits for all ranks. Tensors of GPUs travel by NCCL where every rank has its own, else through the host."""
     rank, size, in_stage = place.rank, place.size, place.size // place.num_stages
     control = Ranks(rank, size, _gloo(store, "control", rank, size))
@@ -112,7 +112,7 @@ def join(store: dist.Store, place: Place) -> Team:
     return Team(world, Channel(control), ranks, place.num_stages)
 
 
-def _tensors(store: dist.Store, name: str, rank: int, size: int, place: Place) -> Ranks:
+def _tensors(store: dist.Store, name: str, rank: int, size: int, place: RankPlace) -> Ranks:
     if not place.device.startswith("cuda"):
         return Ranks(rank, size, _gloo(store, name, rank, size))
     if not place.own_devices:

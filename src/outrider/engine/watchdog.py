@@ -17,11 +17,11 @@ from outrider.drafters.base import Drafter
 CONTEXTS = (256, 1024, 4096, 16384, 65536)  # upper ends of the buckets of context length
 MAX_NOTICES = 1000  # that nobody has taken
 MAX_FAILED_REBUILDS = 3  # in a row: whatever ails the drafter at such lengths, it is not its memory
-LONGEST_REST = 16  # times the shortest
+LONGEST_PAUSE = 16  # times the shortest
 QUIET = 60.0  # seconds at least from one suspicion of a request to the next that is told, and of all together
-HOPE = 1.0  # accepted tokens a round: the average that everything begins with
+INITIAL_ACCEPTED = 1.0  # accepted tokens a round: the average that everything begins with
 # In terms of what counts as dead: what averages begin anew with after a rebuild (nothing accepted: dead again after 14
-# rounds) and when a rest is over (after 4 rounds), and what it takes to count as alive again.
+# rounds) and when a pause is over (after 4 rounds), and what it takes to count as alive again.
 AFTER_REBUILD, ON_TRIAL, ALIVE = 2.5, 1.25, 3.0
 
 
@@ -44,7 +44,7 @@ class Average:
     """Moving averages over the last rounds that had a draft."""
 
     window: int
-    accepted: float = HOPE  # tokens a round
+    accepted: float = INITIAL_ACCEPTED  # tokens a round
     share: float = 0.0  # of what was drafted
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
@@ -61,24 +61,24 @@ class Bucket:
 
 
 @dataclass
-class Standing:
+class RequestHealth:
     """How drafting stands for one request."""
 
     average: Average | None = None
     plain_rounds: int = 0  # yet to come before drafts are tried again
-    rest: int = 0  # how many there will be the next time; 0: it has never died
+    pause: int = 0  # how many there will be the next time; 0: it has never died
     needs_rebuild: bool = False  # what target and drafter remember of it is to be computed again
     rebuilt: bool = False
-    on_trial: bool = False  # since a rebuild or a rest
+    on_trial: bool = False  # since a rebuild or a pause
     is_suspicious: bool = False
 
     @property
-    def is_resting(self) -> bool:
+    def is_paused(self) -> bool:
         return self.plain_rounds > 0
 
 
 @dataclass
-class Counts:
+class AcceptanceCounts:
     rebuilds: int = 0
     fallbacks: int = 0  # requests that went on plainly
     recoveries: int = 0
@@ -98,7 +98,7 @@ class Watchdog:
     ) -> None:
         self.settings = settings
         self._acts, self._rebuilds, self._suspects, self._clock = acts, rebuilds, suspects, clock
-        self.counts = Counts()
+        self.counts = AcceptanceCounts()
         self.average = Average(settings.engine_window)
         self.buckets: dict[str, Bucket] = {}
         self.is_dead = False  # acceptance of all requests together
@@ -113,20 +113,22 @@ class Watchdog:
         if config.watchdog is None or drafter is None or config.speculative is None:
             return None
         how = config.speculative
-        return cls(config.watchdog, acts=not how.force, rebuilds=not drafter.from_text, suspects=not how.is_synthetic)
+        return cls(
+            config.watchdog, acts=not how.force, rebuilds=not drafter.reads_tokens_only, suspects=not how.is_synthetic
+        )
 
     def take_notices(self) -> list[Notice]:
         taken = list(self._notices)
         self._notices.clear()
         return taken
 
-    def plain_round(self, standing: Standing) -> None:
+    def plain_round(self, standing: RequestHealth) -> None:
         """A request had no draft in this round."""
         if standing.plain_rounds == 1:
-            self._try(standing, ON_TRIAL)
+            self._retry(standing, ON_TRIAL)
         standing.plain_rounds = max(standing.plain_rounds - 1, 0)
 
-    def drafted_round(self, standing: Standing, name: str, context_len: int, made: tuple[int, int]) -> None:
+    def drafted_round(self, standing: RequestHealth, name: str, context_len: int, made: tuple[int, int]) -> None:
         """A request had a draft: how many tokens were `made`, (drafted, accepted)."""
         context = context_bucket(context_len)
         bucket = self.buckets.setdefault(context, Bucket(Average(self.settings.engine_window)))
@@ -139,40 +141,40 @@ class Watchdog:
         if standing.on_trial and accepted >= ALIVE * dead:
             self._recover(standing, bucket, _fields(name, context, standing))
         elif accepted < dead and self._acts:
-            self._bury(standing, bucket, _fields(name, context, standing))
+            self._on_dead(standing, bucket, _fields(name, context, standing))
 
     # one request
 
-    def _bury(self, standing: Standing, bucket: Bucket, fields: dict[str, Any]) -> None:
-        """A request's drafts are no longer accepted: it is rebuilt, or rests."""
-        if standing.on_trial and standing.rest == 0:  # the rebuild has not helped
+    def _on_dead(self, standing: RequestHealth, bucket: Bucket, fields: dict[str, Any]) -> None:
+        """A request's drafts are no longer accepted: it is rebuilt, or drafting pauses."""
+        if standing.on_trial and standing.pause == 0:  # the rebuild has not helped
             bucket.failed_rebuilds += 1
         helpful = bucket.failed_rebuilds < MAX_FAILED_REBUILDS or self._lives(bucket.average)
         if self._rebuilds and not standing.rebuilt and helpful:
             standing.rebuilt = standing.needs_rebuild = True
             self.counts.rebuilds += 1
-            self._try(standing, AFTER_REBUILD)
-            self._tell("drafter_rebuild", fields)
+            self._retry(standing, AFTER_REBUILD)
+            self._log("drafter_rebuild", fields)
             return
-        if standing.rest == 0:
+        if standing.pause == 0:
             self.counts.fallbacks += 1
-            self._tell("drafter_fallback", fields)
-        standing.rest = min(max(2 * standing.rest, self.settings.rest), LONGEST_REST * self.settings.rest)
-        standing.plain_rounds = standing.rest
+            self._log("drafter_fallback", fields)
+        standing.pause = min(max(2 * standing.pause, self.settings.pause), LONGEST_PAUSE * self.settings.pause)
+        standing.plain_rounds = standing.pause
 
-    def _try(self, standing: Standing, hope: float) -> None:
+    def _retry(self, standing: RequestHealth, hope: float) -> None:
         assert standing.average is not None
         standing.on_trial = True
         standing.average.accepted = hope * self.settings.dead_acceptance
 
-    def _recover(self, standing: Standing, bucket: Bucket, fields: dict[str, Any]) -> None:
-        if standing.rest == 0:  # it was the rebuild
+    def _recover(self, standing: RequestHealth, bucket: Bucket, fields: dict[str, Any]) -> None:
+        if standing.pause == 0:  # it was the rebuild
             bucket.failed_rebuilds = 0
-        standing.on_trial, standing.rest = False, 0
+        standing.on_trial, standing.pause = False, 0
         self.counts.recoveries += 1
-        self._tell("drafter_recovered", fields)
+        self._log("drafter_recovered", fields)
 
-    def _suspect(self, standing: Standing, name: str, context: str) -> None:
+    def _suspect(self, standing: RequestHealth, name: str, context: str) -> None:
         """Almost everything is accepted: the text is a loop, or whoever judges is broken."""
         assert standing.average is not None
         suspicious = standing.average.share >= self.settings.suspicious_share
@@ -186,10 +188,10 @@ class Watchdog:
         fields = {"accepted": round(self.average.accepted, 3), "share": round(self.average.share, 3)}
         if not self.is_dead and self.average.accepted < self.settings.dead_acceptance:
             self.is_dead = True
-            self._tell("acceptance_dead", fields, is_alarm=True)
+            self._log("acceptance_dead", fields, is_alarm=True)
         elif self.is_dead and self._lives(self.average):
             self.is_dead = False
-            self._tell("acceptance_alive", fields)
+            self._log("acceptance_alive", fields)
         suspicious = self.average.share >= self.settings.suspicious_share
         if suspicious and not self.is_suspicious:
             self._tell_suspicion("all", fields)
@@ -202,12 +204,12 @@ class Watchdog:
         """Now and then: there may be as many as there are requests."""
         if self._suspects and self._clock() >= self._suspected[whose] + QUIET:
             self._suspected[whose] = self._clock()
-            self._tell("acceptance_suspicious", fields, is_alarm=True)
+            self._log("acceptance_suspicious", fields, is_alarm=True)
 
-    def _tell(self, event: str, fields: dict[str, Any], *, is_alarm: bool = False) -> None:
+    def _log(self, event: str, fields: dict[str, Any], *, is_alarm: bool = False) -> None:
         self._notices.append(Notice(event, fields, is_alarm))
 
 
-def _fields(name: str, context: str, standing: Standing) -> dict[str, Any]:
+def _fields(name: str, context: str, standing: RequestHealth) -> dict[str, Any]:
     assert standing.average is not None
     return {"id": name, "context": context, "accepted": round(standing.average.accepted, 3)}

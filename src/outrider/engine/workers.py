@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from outrider.config import EngineConfig, config_to_json
 from outrider.engine.launched import LaunchedRanks, launched_rank
-from outrider.engine.team import Place, RankLostError, device_for, join
+from outrider.engine.team import RankLostError, RankPlace, device_for, join
+from outrider.kernels.filters import filters
 
 START_SECONDS = 120.0  # that a process has to import what it needs
 END_SECONDS = 5.0
@@ -64,9 +65,9 @@ class Workers:
         process.stdin.flush()  # it stays open: its end is how they learn of ours
         return process
 
-    def _place(self, rank: int, secret: str, config: EngineConfig) -> Place:
+    def _place(self, rank: int, secret: str, config: EngineConfig) -> RankPlace:
         device, own_devices = device_for(config, rank, self.size)
-        return Place(rank, self.size, config.pipeline_parallel_size, device, own_devices, secret)
+        return RankPlace(rank, self.size, config.pipeline_parallel_size, device, own_devices, secret)
 
     def _wait_for(self, store: dist.Store) -> None:
         """Until all have begun: to wait for one that has ended would be for ever."""
@@ -79,8 +80,17 @@ class Workers:
             time.sleep(POLL_SECONDS)
 
     def open(self, config: EngineConfig) -> None:
-        """They open the same models."""
+        """Tells the ranks to open the same models."""
         self.team.channel.send({"do": "open", "config": config_to_json(config)})
+
+    def check_filters(self, names: Iterable[str]) -> None:
+        """Raises ValueError for those that only this process knows."""
+        own = sorted(set(names) - filters.installed)
+        if own:
+            raise ValueError(
+                f"{', '.join(own)}: other ranks are processes of their own, and know only filters that are entry "
+                "points of a package (outrider.filters): declare it there, or start the ranks with torchrun"
+            )
 
     # how it goes on, and ends
 
@@ -135,11 +145,12 @@ class Workers:
         self._lost = why
         for process in self._processes:  # whoever waits for the one that is lost
             process.kill()
+        self._directory.cleanup()  # this process may end at once, and they cannot see to it any more
         for hear in self._heard:
             hear(self._error)
 
     def end(self) -> None:
-        """All of them, whatever they do."""
+        """Ends the processes of all ranks, whatever they do."""
         self._is_ending = True
         if hasattr(self, "team") and self._lost is None:
             with suppress(RuntimeError):  # one has ended already
@@ -153,6 +164,8 @@ class Workers:
                 process.wait()
             assert process.stdin is not None
             process.stdin.close()
+        self._watcher.join()
+        vars(self).pop("team", None)  # it knows us: connections and their threads would wait for the garbage collector
         self._directory.cleanup()
 
 
@@ -202,7 +215,7 @@ def take_workers(config: EngineConfig) -> Workers | LaunchedRanks:
 
 
 def return_workers(workers: Workers | LaunchedRanks) -> None:
-    """They are not needed any more."""
+    """Gives processes of ranks back that are not needed any more."""
     if isinstance(workers, LaunchedRanks):
         return
     if _kept is not None and workers._lost is None and workers.sizes not in _kept:

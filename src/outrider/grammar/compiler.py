@@ -26,7 +26,7 @@ _CONTROL = frozenset(range(32)) - frozenset(b"\n\r")
 class Words:
     """What a compiler knows of a vocabulary. Plain data, for any process."""
 
-    spelt: list[bytes]  # of each id
+    token_bytes: list[bytes]  # of each id
     end_ids: frozenset[int]
     silent: frozenset[int]  # ids that are no text: special tokens, and those that the vocabulary does not use
     unused: frozenset[int]  # the latter
@@ -37,7 +37,7 @@ class Dialect:
     """A vocabulary as grammars of one kind see it."""
 
     compiler: xgrammar.GrammarCompiler
-    barred: frozenset[int]  # ids that no answer may hold
+    banned: frozenset[int]  # ids that no answer may hold
     special: frozenset[int]  # ids that are asked for by their number, and not by what they spell
 
 
@@ -86,20 +86,20 @@ class GrammarCompiler:
     def _control(self) -> frozenset[int]:
         """Tokens that hold control characters: JSON needs none but line ends, and xgrammar, where a string's length is
         bounded, would allow them in it."""
-        return frozenset(id for id, text in enumerate(self._words.spelt) if _CONTROL & set(text))
+        return frozenset(id for id, text in enumerate(self._words.token_bytes) if _CONTROL & set(text))
 
-    def _dialect(self, barred: frozenset[int], special: frozenset[int] = frozenset()) -> Dialect:
+    def _dialect(self, banned: frozenset[int], special: frozenset[int] = frozenset()) -> Dialect:
         xgrammar, words = import_xgrammar(), self._words
-        vocabulary = list(words.spelt)
+        vocabulary = list(words.token_bytes)
         for id in special:
             vocabulary[id] = b"\xff%d" % id
-        for id in barred | words.end_ids:
+        for id in banned | words.end_ids:
             vocabulary[id] = b""
         info = xgrammar.TokenizerInfo(
             vocabulary, xgrammar.VocabType.RAW, vocab_size=len(vocabulary), stop_token_ids=sorted(words.end_ids)
         )
         compiler = xgrammar.GrammarCompiler(info, max_threads=NUM_THREADS, cache_limit_bytes=CACHE_BYTES)
-        return Dialect(compiler, barred, special)
+        return Dialect(compiler, banned, special)
 
 
 def grammar_text(guided: Guided) -> str:

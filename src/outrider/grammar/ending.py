@@ -44,7 +44,7 @@ class Countdown:
         return self.way is not None
 
 
-class Ending:
+class JsonEnding:
     """Closes answers in one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary, spelling: Spelling) -> None:
@@ -55,11 +55,11 @@ class Ending:
         return replace(countdown, left=countdown.left - 1)
 
     def after(self, token: int, countdown: Countdown, matcher: xgrammar.GrammarMatcher) -> Countdown:
-        """After a token of the JSON text, which the matcher has taken."""
+        """The countdown after a token of the JSON text, which the matcher has taken."""
         left = countdown.left - 1
         if countdown.way is not None:
             return replace(countdown, left=left, way=countdown.way[1:])
-        lexer = _read(self._vocabulary.spelt[token], countdown.lexer)
+        lexer = _read(self._vocabulary.token_bytes[token], countdown.lexer)
         countdown = replace(countdown, left=left, lexer=lexer)
         if left > countdown.look_at:
             return countdown
@@ -77,7 +77,7 @@ class Ending:
         if text is None:
             return None
         tokens = self._spelling.tokens(text)
-        return tokens if sum(len(self._vocabulary.spelt[token]) for token in tokens) == len(text) else None
+        return tokens if sum(len(self._vocabulary.token_bytes[token]) for token in tokens) == len(text) else None
 
 
 def _closing(

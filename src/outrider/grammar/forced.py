@@ -25,11 +25,11 @@ def certain_text(matcher: xgrammar.GrammarMatcher, vocabulary: Vocabulary, max_b
 
 
 def _only_byte(matcher: xgrammar.GrammarMatcher, vocabulary: Vocabulary) -> bytes:
-    """That all tokens begin with which may come next; empty where there is none."""
+    """The byte that all tokens begin with which may come next; empty where there is none."""
     if _may_come(matcher, b"a") and _may_come(matcher, b"b"):  # as within a string, where a mask would take long
         return b""
     ids = ids_of(mask_of(matcher, vocabulary.num_words), MAX_IDS)
-    bytes_ = {vocabulary.spelt[token][:1] if token not in vocabulary.end_ids else b"" for token in ids}
+    bytes_ = {vocabulary.token_bytes[token][:1] if token not in vocabulary.end_ids else b"" for token in ids}
     return bytes_.pop() if len(bytes_) == 1 else b""
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from outrider.grammar.compiler import Dialect, GrammarCompiler, import_xgrammar, is_json
-from outrider.grammar.ending import BYTES_PER_TOKEN, Countdown, Ending
+from outrider.grammar.ending import BYTES_PER_TOKEN, Countdown, JsonEnding
 from outrider.grammar.forced import certain_text
 from outrider.grammar.masks import Unfilled, fill_masks, mask_of
 from outrider.grammar.trial import GrammarTrial
@@ -46,12 +46,12 @@ class Grammars:
         self._spellings: dict[Dialect, Spelling] = {}
 
     @cached_property
-    def _ending(self) -> Ending:
-        return Ending(self._vocabulary, self._spelling(self._compiler.dialect(Guided(json_object=True))))
+    def _ending(self) -> JsonEnding:
+        return JsonEnding(self._vocabulary, self._spelling(self._compiler.dialect(Guided(json_object=True))))
 
     def _spelling(self, dialect: Dialect) -> Spelling:
         if dialect not in self._spellings:
-            self._spellings[dialect] = Spelling(self._vocabulary, dialect.barred | dialect.special)
+            self._spellings[dialect] = Spelling(self._vocabulary, dialect.banned | dialect.special)
         return self._spellings[dialect]
 
     def guide(self, guided: Guided, prompt: Sequence[int] = ()) -> Guide:
@@ -62,24 +62,24 @@ class Grammars:
         matcher = import_xgrammar().GrammarMatcher(self._compiler.compile(guided))
         ending = self._ending if is_json(guided) and guided.close else None
         words = self._vocabulary, self._spelling(dialect)
-        guide = Guide(matcher, words, dialect.barred, self._freedom(guided, prompt), ending)
+        guide = Guide(matcher, words, dialect.banned, self._free_prefix(guided, prompt), ending)
         if guide.is_stuck:
             raise ValueError(f"guided: nothing this model can write satisfies the {guided.kind}; correct it")
         return guide
 
-    def _freedom(self, guided: Guided, prompt: Sequence[int]) -> Freedom | None:
+    def _free_prefix(self, guided: Guided, prompt: Sequence[int]) -> FreePrefix | None:
         if guided.after is None:
             return None
         if guided.opening is None:
-            return Freedom(guided.after.encode())
+            return FreePrefix(guided.after.encode())
         tail = self._tokenizer.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False).rstrip()
         if tail.endswith(guided.after):  # opened and closed, as where reasoning is switched off
             return None
-        return Freedom(guided.after.encode(), None if tail.endswith(guided.opening) else guided.opening.encode())
+        return FreePrefix(guided.after.encode(), None if tail.endswith(guided.opening) else guided.opening.encode())
 
 
 @dataclass(frozen=True)
-class Freedom:
+class FreePrefix:
     """Text before the grammar that may be anything, up to a marker."""
 
     closing: bytes
@@ -108,18 +108,18 @@ class Guide:
         self,
         matcher: xgrammar.GrammarMatcher,
         words: tuple[Vocabulary, Spelling],
-        barred: frozenset[int],  # ids that no answer may hold
-        freedom: Freedom | None = None,
-        ending: Ending | None = None,
+        banned: frozenset[int],  # ids that no answer may hold
+        free_prefix: FreePrefix | None = None,
+        ending: JsonEnding | None = None,
     ) -> None:
-        self._matcher, self._barred, self._ending = matcher, barred, ending
+        self._matcher, self._banned, self._ending = matcher, banned, ending
         self._vocabulary, self._spelling = words
-        self._closing = freedom.closing if freedom is not None else b""
-        self._opening = (freedom.opening if freedom is not None else None) or b""
-        if freedom is None:
+        self._closing = free_prefix.closing if free_prefix is not None else b""
+        self._opening = (free_prefix.opening if free_prefix is not None else None) or b""
+        if free_prefix is None:
             self._place = _Place()
         else:
-            self._place = _Place(free=b"") if freedom.opening is None else _Place(begun=b"")
+            self._place = _Place(free=b"") if free_prefix.opening is None else _Place(begun=b"")
         self._seconds_left = SECONDS_PER_ANSWER
         self.is_too_slow = False  # its answer is to be failed
 
@@ -165,9 +165,9 @@ class Guide:
 
     def _accept(self, token: int) -> bool:
         if self._place.free is not None:
-            return self._accept_free(self._place.free + self._vocabulary.spelt[token])
+            return self._accept_free(self._place.free + self._vocabulary.token_bytes[token])
         if self._place.begun is not None:
-            return self._accept_undecided(token, self._place.begun + self._vocabulary.spelt[token])
+            return self._accept_undecided(token, self._place.begun + self._vocabulary.token_bytes[token])
         return self._accept_bound(token)
 
     def _accept_free(self, text: bytes) -> bool:
@@ -192,7 +192,7 @@ class Guide:
         return False
 
     def _accept_bound(self, token: int) -> bool:
-        if token in self._barred:  # xgrammar would refuse it too, but not without a warning
+        if token in self._banned:  # xgrammar would refuse it too, but not without a warning
             return False
         if not self._matcher.is_terminated() and self._matcher.accept_token(token):
             self._place = replace(self._place, num_matched=self._place.num_matched + 1)
@@ -261,7 +261,7 @@ class Guide:
         return not mask_of(self._matcher, self._vocabulary.num_words).any()
 
     def _mask(self) -> Tensor | Unfilled | None:
-        """None: all is allowed."""
+        """The mask of tokens that the grammar allows next; None: all are allowed."""
         place = self._place
         way = place.countdown.way if place.countdown is not None else None
         if way is not None:

@@ -23,7 +23,7 @@ class Unfilled(NamedTuple):
 
 
 def fill_masks(masks: Sequence[Tensor | Unfilled]) -> Tensor:
-    """As one table [G, ceil(V / 32)] int32, lowest bit first."""
+    """Masks as one table [G, ceil(V / 32)] int32, lowest bit first; those that are unfilled are filled in."""
     words = len(masks[0].ends if isinstance(masks[0], Unfilled) else masks[0])
     bits = torch.empty(len(masks), words, dtype=torch.int32)
     unfilled = []
@@ -65,7 +65,7 @@ def ids_of(bits: Tensor, most: int) -> list[int]:
 
 @cache
 def _batch_matcher() -> xgrammar.BatchGrammarMatcher:
-    """On half of the processors."""
+    """A matcher of many grammars at once, on half of the processors."""
     import xgrammar
 
     return xgrammar.BatchGrammarMatcher()

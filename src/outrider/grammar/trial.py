@@ -205,7 +205,7 @@ class _Walk:
 
     def __init__(self, words: Words, limits: TrialLimits) -> None:
         self._limits = limits
-        self._lengths = np.array([len(text) for text in words.spelt])
+        self._lengths = np.array([len(text) for text in words.token_bytes])
         self._ends = np.array(sorted(words.end_ids), dtype=np.int64)
 
     def check(self, compiled: xgrammar.CompiledGrammar, kind: str) -> None:

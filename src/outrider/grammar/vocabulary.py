@@ -23,7 +23,7 @@ class Vocabulary:
         self.within = lru_cache(CACHED_SETS)(self._within)
 
     @cached_property
-    def spelt(self) -> list[bytes]:
+    def token_bytes(self) -> list[bytes]:
         return [self._tokenizer.token_bytes(id) for id in range(self.size)]
 
     def words(self) -> Words:
@@ -31,7 +31,7 @@ class Vocabulary:
         ids = [id for id in range(self.size) if id not in self.end_ids]
         silent = frozenset(id for id in ids if self._tokenizer.is_silent(id, skip_special_tokens=True))
         unused = frozenset(id for id in silent if self._tokenizer.is_silent(id, skip_special_tokens=False))
-        return Words(self.spelt, self.end_ids, silent, unused)
+        return Words(self.token_bytes, self.end_ids, silent, unused)
 
     @cached_property
     def ends(self) -> Tensor:
@@ -46,11 +46,11 @@ class Vocabulary:
     def _opening(self, rest: bytes, closing: bytes) -> Tensor:
         """Tokens that go on with an opening marker of which `rest` is missing, and not past its closing one. Where one
         token is all of it, the others are not what a model means."""
-        if rest in self.spelt:
-            return self.bits([id for id, text in enumerate(self.spelt) if text == rest])
+        if rest in self.token_bytes:
+            return self.bits([id for id, text in enumerate(self.token_bytes) if text == rest])
         found = (
             id
-            for id, text in enumerate(self.spelt)
+            for id, text in enumerate(self.token_bytes)
             if text and (rest.startswith(text) or (text.startswith(rest) and not is_past(text[len(rest) :], closing)))
         )
         return self.bits(set(found) - self.end_ids)
@@ -58,7 +58,7 @@ class Vocabulary:
     def _within(self, begun: bytes, marker: bytes) -> Tensor | None:
         """Tokens that do not run past the end of a marker of which `begun` is there; None: all of them."""
         ending = marker[-1:]
-        past = {id for id, text in enumerate(self.spelt) if ending in text and is_past(begun + text, marker)}
+        past = {id for id, text in enumerate(self.token_bytes) if ending in text and is_past(begun + text, marker)}
         return ~self.bits(past) if past else None
 
 
@@ -67,7 +67,7 @@ class Spelling:
 
     def __init__(self, vocabulary: Vocabulary, banned: Iterable[int]) -> None:
         banned = frozenset(banned) | vocabulary.end_ids
-        self._ids = {text: id for id, text in enumerate(vocabulary.spelt) if text and id not in banned}
+        self._ids = {text: id for id, text in enumerate(vocabulary.token_bytes) if text and id not in banned}
         self._longest = max(map(len, self._ids), default=0)
 
     def tokens(self, text: bytes) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from outrider.kernels import native
 from outrider.kernels.dispatch import use_native, use_triton
+from outrider.kernels.rope import UNSCALED, PageScales
 from outrider.types import Batch
 
 EXACT_PARTS = 16  # programs that share a request's keys on a GPU, whatever its company
@@ -18,7 +19,8 @@ class AttentionOptions:
     scale: float
     window: int = 0  # keys a row sees, itself included; 0: all
     softcap: float = 0.0
-    both_ways: bool = False  # within an image a row sees what comes after it too
+    bidirectional: bool = False  # within an image a row sees what comes after it too
+    scales: PageScales = UNSCALED  # of keys and values in pages of 8 bits
     exact: bool = False  # on a GPU too, a row's bits do not depend on its company
 
 
@@ -26,10 +28,12 @@ def paged_attention_reference(
     q: Tensor, pages: tuple[Tensor, Tensor], batch: Batch, options: AttentionOptions, sinks: Tensor | None = None
 ) -> Tensor:
     """Gathers every request's pages and masks: slow, obvious, on any device without asking the host anything."""
-    last_key = batch.last_key if options.both_ways else None
+    last_key = batch.last_key if options.bidirectional else None
     num_pages = -(-batch.max_len // batch.page_size)
     table = batch.page_table[:, :num_pages].long()  # [B, M]
-    keys, values = (p[table].flatten(1, 2).float() for p in pages)  # [B, L, kv heads, D]
+    scales = (options.scales.key, options.scales.value)
+    keys, values = (p[table].flatten(1, 2).float() * s for p, s in zip(pages, scales, strict=True))
+    # [B, L, kv heads, D]
     groups = q.shape[1] // keys.shape[2]
     keys, values = (x.repeat_interleave(groups, dim=2) for x in (keys, values))
 
@@ -76,7 +80,7 @@ def paged_attention(
             softcap=options.softcap,
             sinks=sinks,
             first_key=batch.first_key,
-            last_key=batch.last_key if options.both_ways else None,
+            last_key=batch.last_key if options.bidirectional else None,
         )
     if use_triton(q):
         from outrider.kernels.gpu import attention as gpu
@@ -85,7 +89,7 @@ def paged_attention(
             page_table=batch.page_table,
             query_start=batch.query_start,
             indices=batch.indices,
-            last_key=batch.last_key if options.both_ways else None,
+            last_key=batch.last_key if options.bidirectional else None,
             first_key=batch.first_key,
             page_size=batch.page_size,
             max_rows=batch.max_rows,
@@ -95,10 +99,11 @@ def paged_attention(
             q,
             pages,
             keys,
-            options.scale,
+            options.scale * options.scales.key,
             window=options.window,
             softcap=options.softcap,
             sinks=sinks,
+            value_scale=options.scales.value,
             parts=EXACT_PARTS if options.exact else None,
         )
     return paged_attention_reference(q, pages, batch, options, sinks)

@@ -110,6 +110,8 @@ typedef struct {
     const block_layer *const *layers;
     const int64_t *angles_of; /* which of the angles each layer turns by */
     const block_angles *angles;
+    const int64_t *tap_after; /* which of the taps the stream after each layer is; -1: none */
+    float *taps; /* [taps, rows, hidden] */
     long num_layers;
     block_call call; /* with the first layer's residual */
 } stack_call;
@@ -123,5 +125,7 @@ EXPORT void outrider_stack(const stack_call *stack) {
         call.cosine = angles->cosine, call.sine = angles->sine, call.rotary_half = angles->half;
         outrider_block(&call);
         call.residual = call.out;
+        long size = call.num_rows * call.layer->hidden_size, tap = stack->tap_after[i];
+        if (tap >= 0) memcpy(stack->taps + tap * size, call.out, (size_t)size * sizeof *call.out);
     }
 }

@@ -15,10 +15,10 @@ from outrider.kernels import native
 from outrider.kernels.packed import Packed
 from outrider.types import Batch
 
-# block_layer, block_call and what stack_call has beside one, of block.c: eight bytes a field
+# block_layer, block_call and stack_call of block.c: eight bytes a field
 _LAYER = struct.Struct("@16q 10q 6q 6d 6q 6q")
 _CALL = struct.Struct("@11q 6q")
-_STACK = struct.Struct("@4q")
+_STACK = struct.Struct("@6q 11q 6q")
 MATRICES = ("qkv", "output", "gate_up", "down")
 VECTORS = ("qkv_bias", "q_norm", "k_norm", "output_bias", "mlp_norm", "gate_up_bias", "down_bias")
 NORMS = ("attention_norm", "attended_norm", "fed_norm")  # those that not every block has
@@ -49,10 +49,10 @@ class NativeBlock:
         self._kept = (matrices, vectors)
         self.pages = pages
         qkv, output, gate_up = (matrices[name][0] for name in ("qkv", "output", "gate_up"))
-        self.hidden_size = output.shape[0]
+        self.hidden_size, self.input_size = output.shape[0], qkv.shape[1]
         intermediate_size = gate_up.shape[0] // 2
         attention_width = qkv.shape[0] + 2 * output.shape[1]  # qkv, queries, attended values
-        self._scratch_width = 3 * self.hidden_size + max(attention_width, 3 * intermediate_size)
+        self.scratch_width = 3 * self.hidden_size + max(attention_width, 3 * intermediate_size)
         tensors = [vectors.get(name) for name in (*VECTORS, *NORMS)]
         packed = _LAYER.pack(
             *(field for name in MATRICES for field in native.matrix_fields(*matrices[name])),
@@ -73,16 +73,16 @@ class NativeBlock:
             *native._page_view(pages[1]),
         )
         self._layer = ctypes.create_string_buffer(packed, len(packed))
-        self._address = ctypes.addressof(self._layer)
+        self.address = ctypes.addressof(self._layer)
 
     def __call__(self, residual: Tensor, inputs: Tensor, batch: Batch, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """residual [T, H] and the attention's input [T, in] -> the residual stream after the block [T, H]."""
         num_rows = len(residual)
         residual, inputs = residual.contiguous(), inputs.contiguous()
         out = residual.new_empty(num_rows, self.hidden_size)
-        scratch = residual.new_empty(num_rows * self._scratch_width)
+        scratch = residual.new_empty(num_rows * self.scratch_width)
         call = _CALL.pack(
-            self._address,
+            self.address,
             residual.data_ptr(),
             inputs.data_ptr(),
             *_batch_fields(batch, rotary),
@@ -101,27 +101,37 @@ class NativeBlock:
 class NativeStack:
     """Blocks that follow each other, in one call; each norms its input itself."""
 
-    def __init__(self, blocks: Sequence[NativeBlock], angles_of: Sequence[int]) -> None:
-        """angles_of: which of the rotary tables each one turns by."""
-        self._blocks = blocks
-        self._addresses = torch.tensor([block._address for block in blocks], device="cpu")
-        self._angles_of = torch.tensor(angles_of, device="cpu")
+    def __init__(self, blocks: Sequence[NativeBlock], angles_of: Sequence[int], taps: Sequence[int] = ()) -> None:
+        """angles_of: which of the rotary tables each one turns by. taps: after how many blocks the stream is wanted."""
+        self._blocks, self._taps = blocks, taps
+        places = {count: number for number, count in enumerate(taps)}
+        after = [places.get(number + 1, -1) for number in range(len(blocks))]
+        tables = ([block.address for block in blocks], angles_of, after)
+        self._tables = [torch.tensor(table, dtype=torch.int64, device="cpu") for table in tables]
         self.hidden_size = blocks[0].hidden_size
-        self._scratch_width = max(block._scratch_width for block in blocks)
+        self.scratch_width = max(block.scratch_width for block in blocks)
 
-    def __call__(self, residual: Tensor, batch: Batch, rotaries: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """The residual stream before the first block [T, H] -> after the last one."""
+    def __call__(
+        self, residual: Tensor, batch: Batch, rotaries: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The residual stream before the first block [T, H] -> after the last one, and its taps."""
         num_rows, residual = len(residual), residual.contiguous()
         out = residual.new_empty(num_rows, self.hidden_size)
-        scratch = residual.new_empty(num_rows * self._scratch_width)
+        taps = residual.new_empty(len(self._taps), num_rows, self.hidden_size)
+        scratch = residual.new_empty(num_rows * self.scratch_width)
         fields = [_batch_fields(batch, rotary) for rotary in rotaries]
         angles = b"".join(
             struct.pack("@3q", *each[:2], rotary[0].shape[1]) for each, rotary in zip(fields, rotaries, strict=True)
         )
         kept = ctypes.create_string_buffer(angles, len(angles))
-        tables = self._addresses.data_ptr(), self._angles_of.data_ptr(), ctypes.addressof(kept)
-        stack = _STACK.pack(*tables, len(self._blocks))
-        call = _CALL.pack(
+        addresses, angles_of, tap_after = (table.data_ptr() for table in self._tables)
+        work = _STACK.pack(
+            addresses,
+            angles_of,
+            ctypes.addressof(kept),
+            tap_after,
+            taps.data_ptr(),
+            len(self._blocks),
             0,
             residual.data_ptr(),
             0,
@@ -134,8 +144,8 @@ class NativeStack:
             batch.first_key,
             torch.get_num_threads(),
         )
-        native._native().stack(stack + call)
-        return out
+        native._native().stack(work)
+        return out, taps.unbind()
 
 
 def _batch_fields(batch: Batch, rotary: tuple[Tensor, Tensor]) -> tuple[int, ...]:

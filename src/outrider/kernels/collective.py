@@ -58,7 +58,7 @@ class Ranks:
         return sent.to(values.device)
 
     def send(self, values: Tensor, rank: int) -> None:
-        """To one rank, which receives it."""
+        """Sends a tensor to one rank, which receives it."""
         if values.numel():
             self._group.send([self._sent(values)], rank, 0).wait()
 

@@ -60,6 +60,7 @@ enum {
 #include "rows.c"
 #include "attention.c"
 #include "block.c"
+#include "chain.c"
 #include "experts.c"
 #include "mamba.c"
 #include "round.c"

@@ -29,7 +29,7 @@ _LINEAR = struct.Struct("@3q 4q 4q")
 _NORM = struct.Struct("@5q 3q 2d")
 _GATED = struct.Struct("@2q 4q")
 _ARGMAX = struct.Struct("@2q 3q")
-_ROPE = struct.Struct("@7q 8q 6q 6q")
+_ROPE = struct.Struct("@7q 7q 6q 6q")
 _ATTENTION = struct.Struct("@7q 6q 2d 6q 6q")
 _DEQUANTISE = struct.Struct("@2q 6q")
 _OPERATIONS = (
@@ -41,6 +41,7 @@ _OPERATIONS = (
     "paged_attention",
     "block",
     "stack",
+    "chain",
     "experts",
     "mamba",
     "dequantise",
@@ -50,6 +51,9 @@ _OPERATIONS = (
     "judge",
     "write_outcome",
     "extension_rows",
+    "keep_taps",
+    "shift_taps",
+    "rows_ahead",
 )
 
 
@@ -196,17 +200,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), both new; all [T, H]."""
-    x, residual = x.contiguous(), residual.contiguous()
-    num_rows, width = x.shape
-    out, total = x.new_empty(num_rows, width), x.new_empty(num_rows, width)
-    inputs = _address(x), _address(residual, size=num_rows * width), _address(weight, size=width)
-    outputs = out.data_ptr(), total.data_ptr()
-    _native().rms_norm(_NORM.pack(*inputs, *outputs, num_rows, width, torch.get_num_threads(), eps, offset))
-    return out, total
-
-
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu of the first half of gate_up [T, 2I], times the second: [T, I]."""
     return _gated(gate_up, False)
@@ -246,11 +239,10 @@ def rope_write(
     key_pages: Tensor,
     value_pages: Tensor,
     write_locations: Tensor,
-    interleaved: bool = False,
 ) -> Tensor:
     """Rotate query [T, Hq, D] (returned, new) and key [T, Hk, D]; write key and value rows into their pages.
 
-    cosine and sine are [T, R/2]: the first R dims rotate, in halves or in interleaved pairs. A write location is
+    cosine and sine are [T, R/2]: the first R dims rotate, in halves. A write location is
     page * page_size + offset, int64 [T]; a negative one writes nothing. query, key and value may be slices of one
     fused tensor: only their last two dimensions must be dense."""
     num_rows, num_heads, dim = query.shape
@@ -274,7 +266,6 @@ def rope_write(
         _row_stride(value, num_rows, *values[4:]),
         num_heads,
         half,
-        interleaved,
         torch.get_num_threads(),
         *keys,
         *values,

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.native import _address, _native
-from outrider.types import Draft, RoundShape, Seats, SlotState, Step, Verdict
+from outrider.types import Batch, Draft, RoundShape, Seats, SlotState, Step, Verdict
 
 _LAY_OUT = struct.Struct("@22q 8q")  # the work structures of round.c
 _JUDGE = struct.Struct("@15q 3q")
 _OUTCOME = struct.Struct("@15q 6q")
 _EXTENSION = struct.Struct("@14q 10q")
+_KEEP_TAPS = struct.Struct("@5q 7q 4q")
+_SHIFT_TAPS = struct.Struct("@5q 4q 2q")
+_ROWS_AHEAD = struct.Struct("@6q 4q")
 
 
 def _whole(tensor: Tensor) -> int:
@@ -114,3 +117,50 @@ def extension_rows(step: Step, more: int, *, first_key: int, back: int, extra: i
     )
     _native().extension_rows(work)
     return (query_start, *rows.unbind(), last)
+
+
+def _tap_source(step: Step, taps: Tensor, carried: Tensor) -> tuple[int, ...]:
+    """tap_source of round.c."""
+    size = taps.shape[1] * taps.shape[2]
+    return _address(taps), _address(carried), _small(step.batch.query_start), size, carried.shape[1]
+
+
+def keep_taps(step: Step, taps: Tensor, carried: Tensor, verdict: Verdict, kept: tuple[Tensor, Tensor]) -> None:
+    batch, (carry, tails) = step.batch, kept
+    work = _KEEP_TAPS.pack(
+        *_tap_source(step, taps, carried),
+        *map(_whole, (batch.slots, step.starts, verdict.kept, batch.indices)),
+        _small(batch.page_table),
+        _address(carry),
+        _address(tails),
+        *(batch.page_table.shape[1], batch.page_size, tails.shape[1], len(batch.slots)),
+    )
+    _native().keep_taps(work)
+
+
+def shift_taps(step: Step, taps: Tensor, carried: Tensor, rows: Batch, back: int) -> Tensor:
+    out = taps.new_empty(len(rows.request), *taps.shape[1:])
+    work = _SHIFT_TAPS.pack(
+        *_tap_source(step, taps, carried),
+        *map(_whole, (step.num_rows, rows.request)),
+        _small(rows.query_start),
+        _address(out),
+        *(back, len(out)),
+    )
+    _native().shift_taps(work)
+    return out
+
+
+def rows_ahead(step: Step, depth: int) -> tuple[Tensor, Tensor]:
+    """indices and write locations [depth, B]."""
+    batch, state, count = step.batch, step.state, len(step.batch.slots)
+    indices, locations = torch.empty(2, depth, count, dtype=torch.int64).unbind()
+    work = _ROWS_AHEAD.pack(
+        *map(_whole, (batch.slots, state.lengths)),
+        _flags(step.emits),
+        _small(batch.page_table),
+        *map(_whole, (indices, locations)),
+        *(batch.page_table.shape[1], batch.page_size, depth, count),
+    )
+    _native().rows_ahead(work)
+    return indices, locations

@@ -16,7 +16,7 @@ _UNTILE = struct.Struct("@3q 3q")
 
 
 def empty_tiles(type_number: int, num_rows: int, row_len: int) -> Tiles:
-    """Of a matrix [num_rows, row_len]; numbers are or-ed into it."""
+    """Empty tiles of a matrix [num_rows, row_len]; numbers are or-ed into them."""
     num_tiles = -(-num_rows // TILE_ROWS)
     size = Tiles.tile_bytes(type_number, row_len)
     return Tiles(torch.zeros(num_tiles, size, dtype=torch.uint8, device="cpu"), type_number, row_len, num_rows)

@@ -99,7 +99,7 @@ def pack_blocks(parts: Sequence[Blocks]) -> Packed:
 
 
 def pack_tiles(parts: Sequence[Tiles]) -> Packed:
-    """The same in tiles: what it is multiplied by is rounded to 8 bits first."""
+    """A matrix in tiles: what it is multiplied by is rounded to 8 bits first."""
     table, end = [], 0
     for part in parts:
         end += part.num_rows

@@ -32,21 +32,38 @@ def tables(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor,
     return tables_reference(positions, inv_freq, scaling)
 
 
+@dataclass(frozen=True)
+class PageScales:
+    """What a 1 in pages of 8 bits stands for; pages of more bits hold numbers as they are."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+UNSCALED = PageScales()
+
+
 def rope_write_reference(
-    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], locations: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, Tensor],
+    locations: Tensor,
+    scales: PageScales = UNSCALED,
 ) -> Tensor:
     cos, sin = rotary
     k_pages, v_pages = pages
-    for pages_of, rows in ((k_pages, rotate(k, cos, sin)), (v_pages, v)):
-        pages_of.view(-1, *pages_of.shape[2:])[locations] = rounded(rows, pages_of.dtype)
+    for pages_of, rows, scale in ((k_pages, rotate(k, cos, sin), scales.key), (v_pages, v, scales.value)):
+        pages_of.view(-1, *pages_of.shape[2:])[locations] = rounded(rows, pages_of.dtype, scale)
     return rotate(q, cos, sin)
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(x: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """As pages of this type hold it: in 8 bits the largest number stands for what is larger."""
     if dtype.itemsize == 1:
         most = torch.finfo(dtype).max
-        x = x.clamp(-most, most)
+        x = (x.float() * (1 / scale)).clamp(-most, most)
     return x.to(dtype)
 
 
@@ -70,13 +87,14 @@ def rope_write(
     locations: Tensor,
     norms: HeadNorms | None = None,
     out: Tensor | None = None,
+    scales: PageScales = UNSCALED,
 ) -> Tensor:
     """q [T, heads, D] and k, v [T, kv heads, D] -> normed and turned q; k and v go to `locations` [T] of the pages, v
     normed on the way where it is to be. `out`: where to put the queries."""
     if use_triton(q):
         from outrider.kernels.gpu import rope as gpu
 
-        return gpu.rope_write(q, k, v, rotary, pages, locations, norms, out)
+        return gpu.rope_write(q, k, v, rotary, pages, locations, norms, out, scales)
     v = materialised(v)
     if norms is not None:
         q, k = (
@@ -86,5 +104,5 @@ def rope_write(
     if use_native(q):
         turned = native.rope_write(q, k, v, *rotary, *pages, locations)
     else:
-        turned = rope_write_reference(q, k, v, rotary, pages, locations)
+        turned = rope_write_reference(q, k, v, rotary, pages, locations, scales)
     return turned if out is None else out.copy_(turned)

@@ -144,3 +144,77 @@ EXPORT void outrider_extension_rows(const extension_work *work) {
         work->row_slots[at] = work->null_slot;
     }
 }
+
+/* Taps of rows: those of a request's pass, and before them those that were carried from the last one. */
+typedef struct {
+    const float *taps, *carried;
+    const int32_t *query_start;
+    long size, num_carried; /* floats of a row's taps; rows carried of each request */
+} tap_source;
+
+static const float *tap_row(const tap_source *source, long request, int64_t row) {
+    if (row < 0) return source->carried + (request * source->num_carried + source->num_carried + row) * source->size;
+    return source->taps + (source->query_start[request] + row) * source->size;
+}
+
+typedef struct {
+    tap_source source;
+    const int64_t *slots, *starts, *kept, *indices;
+    const int32_t *page_table;
+    float *carry, *tails;
+    long table_row, page_size, num_tails, num_requests;
+} keep_taps_work;
+
+EXPORT void outrider_keep_taps(const keep_taps_work *work) {
+    const tap_source *source = &work->source;
+    size_t bytes = (size_t)source->size * sizeof(float);
+    for (long request = 0; request < work->num_requests; request++) {
+        int64_t kept = work->kept[request], first = source->query_start[request];
+        float *carry = work->carry + work->slots[request] * source->num_carried * source->size;
+        for (long i = 0; i < source->num_carried; i++)
+            memcpy(carry + i * source->size, tap_row(source, request, kept - source->num_carried + i), bytes);
+        for (int64_t row = 0; row < kept; row++) {
+            int64_t index = work->indices[first + row];
+            if ((index + 1) % work->page_size) continue;
+            int64_t page = work->page_table[request * work->table_row + index / work->page_size];
+            for (long i = 0; i < work->num_tails; i++)
+                memcpy(work->tails + (page * work->num_tails + i) * source->size,
+                       tap_row(source, request, row - work->num_tails + 1 + i), bytes);
+        }
+    }
+}
+
+typedef struct {
+    tap_source source;
+    const int64_t *num_rows, *request;
+    const int32_t *new_start;
+    float *out;
+    long back, total;
+} shift_taps_work;
+
+EXPORT void outrider_shift_taps(const shift_taps_work *work) {
+    const tap_source *source = &work->source;
+    for (long at = 0; at < work->total; at++) {
+        int64_t request = work->request[at], before = at - work->new_start[request] - work->back - 1;
+        if (before > work->num_rows[request] - 1) before = work->num_rows[request] - 1;
+        memcpy(work->out + at * source->size, tap_row(source, request, before), (size_t)source->size * sizeof(float));
+    }
+}
+
+typedef struct {
+    const int64_t *slots, *lengths;
+    const uint8_t *emits;
+    const int32_t *page_table;
+    int64_t *indices, *locations;
+    long table_row, page_size, depth, num_requests;
+} rows_ahead_work;
+
+EXPORT void outrider_rows_ahead(const rows_ahead_work *work) {
+    for (long ahead = 0, at = 0; ahead < work->depth; ahead++)
+        for (long request = 0; request < work->num_requests; request++, at++) {
+            int64_t index = work->lengths[work->slots[request]] - 1 + ahead;
+            int64_t page = work->page_table[request * work->table_row + index / work->page_size];
+            work->indices[at] = index;
+            work->locations[at] = (work->emits[request] ? page : 0) * work->page_size + index % work->page_size;
+        }
+}

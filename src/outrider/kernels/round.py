@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import native_round
-from outrider.kernels.dispatch import use_native_round, use_triton
+from outrider.kernels.dispatch import use_native, use_native_round, use_triton
 from outrider.types import NULL_PAGE, Batch, Draft, Outcome, RoundShape, Seats, SlotState, Step, Verdict
 
 NUM_COUNTS = 6  # numbers of an outcome that come before its tokens
@@ -205,6 +205,8 @@ def keep_taps(step: Step, taps: Tensor, carried: Tensor, verdict: Verdict, kept:
         from outrider.kernels.gpu import round as gpu
 
         gpu.keep_taps(step, taps, carried, verdict, kept)
+    elif use_native(taps):
+        native_round.keep_taps(step, taps, carried, verdict, kept)
     else:
         keep_taps_reference(step, taps, carried, verdict, kept)
 
@@ -293,6 +295,8 @@ def shift_taps(step: Step, taps: Tensor, carried: Tensor, rows: Batch, back: int
         from outrider.kernels.gpu import round as gpu
 
         return gpu.shift_taps(step, taps, carried, rows, back)
+    if use_native(taps):
+        return native_round.shift_taps(step, taps, carried, rows, back)
     return shift_taps_reference(step, taps, carried, rows, back)
 
 
@@ -304,6 +308,21 @@ def shift_taps_reference(step: Step, taps: Tensor, carried: Tensor, rows: Batch,
     before = torch.minimum(offset - back - 1, step.num_rows[request] - 1)  # row of the target's pass
     own = num_requests * count + step.batch.query_start[request].long() + before
     return source[torch.where(before < 0, request * count + count + before, own)]
+
+
+def rows_ahead(step: Step, depth: int) -> tuple[Tensor, Tensor]:
+    """Cache indices of `depth` places from each request's newest token on, and where they are written, [depth, B]."""
+    if use_native_round(step.starts):
+        return native_round.rows_ahead(step, depth)
+    return rows_ahead_reference(step, depth)
+
+
+def rows_ahead_reference(step: Step, depth: int) -> tuple[Tensor, Tensor]:
+    batch = step.batch
+    request = torch.arange(len(batch.slots), device=batch.slots.device)
+    indices = step.state.lengths[batch.slots] - 1 + torch.arange(depth, device=request.device)[:, None]
+    page = batch.page_table[request, indices // batch.page_size].long()
+    return indices, torch.where(step.emits, page, NULL_PAGE) * batch.page_size + indices % batch.page_size
 
 
 def with_forced(step: Step, verdict: Verdict, draft: Draft) -> Draft:

@@ -126,7 +126,7 @@ typedef struct {
     const float *query, *key, *value, *cosine, *sine;
     const int64_t *write_locations;
     float *query_out;
-    long num_rows, query_stride, key_stride, value_stride, num_query_heads, rotary_half, interleaved, num_threads;
+    long num_rows, query_stride, key_stride, value_stride, num_query_heads, rotary_half, num_threads;
     page_view keys, values;
 } rope_work;
 
@@ -134,16 +134,10 @@ static void rotate(const rope_work *work, const float *x, float *out, long row, 
     const float *cosine = work->cosine + row * work->rotary_half, *sine = work->sine + row * work->rotary_half;
     long half = work->rotary_half, dim = work->keys.head_dim;
     for (long head = 0; head < num_heads; head++, x += dim, out += dim) {
-        if (work->interleaved)
-            for (long i = 0; i < half; i++) {
-                out[2 * i] = x[2 * i] * cosine[i] - x[2 * i + 1] * sine[i];
-                out[2 * i + 1] = x[2 * i + 1] * cosine[i] + x[2 * i] * sine[i];
-            }
-        else
-            for (long i = 0; i < half; i++) {
-                out[i] = x[i] * cosine[i] - x[half + i] * sine[i];
-                out[half + i] = x[half + i] * cosine[i] + x[i] * sine[i];
-            }
+        for (long i = 0; i < half; i++) {
+            out[i] = x[i] * cosine[i] - x[half + i] * sine[i];
+            out[half + i] = x[half + i] * cosine[i] + x[i] * sine[i];
+        }
         for (long i = 2 * half; i < dim; i++) out[i] = x[i];
     }
 }

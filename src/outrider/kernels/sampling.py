@@ -42,11 +42,11 @@ class Columns:
         return torch.nn.functional.pad(found, (0, self.count - found.shape[1]))
 
     def gathered(self, logits: Tensor) -> Tensor:
-        """Those of all ranks: [R, columns] -> [R, V]."""
+        """The columns of all ranks side by side: [R, columns] -> [R, V]."""
         return self.ranks.gather(logits).transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
     def highest(self, values: Tensor) -> Tensor:
-        """Of all ranks: [R] -> [R]."""
+        """The highest value that any rank has for each row: [R] -> [R]."""
         return self.ranks.gather(values).amax(0)
 
 

@@ -27,7 +27,7 @@ class AttentionShape:
     window: int = 0
     scale: float | None = None  # None: head_dim ** -0.5
     softcap: float = 0.0
-    both_ways: bool = False  # within an image a row sees what comes after it too
+    bidirectional: bool = False  # within an image a row sees what comes after it too
     qkv_bias: bool = False
     output_bias: bool = False
     head_norm_eps: float | None = None  # RMSNorm of every query and key head
@@ -49,7 +49,7 @@ class AttentionShape:
     @property
     def is_plain(self) -> bool:
         """Whether the fused native block can compute it."""
-        return not (self.softcap or self.both_ways or self.sinks)
+        return not (self.softcap or self.bidirectional or self.sinks)
 
 
 class SelfAttention(CachedLayer):
@@ -65,7 +65,7 @@ class SelfAttention(CachedLayer):
         self.rotary = rotary
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         self.options = AttentionOptions(
-            scale=scale, window=shape.window, softcap=shape.softcap, both_ways=shape.both_ways
+            scale=scale, window=shape.window, softcap=shape.softcap, bidirectional=shape.bidirectional
         )
         queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
         self.qkv = Linear(shape.input_size or shape.hidden_size, queries + keys + keys, bias=shape.qkv_bias)
@@ -102,7 +102,9 @@ class SelfAttention(CachedLayer):
             q, k = (each.to(v.dtype) for each in self._turned(q, k, batch))
             return self.finish(batch.attending.attend(self, q, k, v, self.options.scale), x, residual)
         assert self.pages is not None, "the layer has no cache memory yet"
-        q = rope_write(q, k, v, self.rotary(batch), self.pages, batch.write_locations, self.head_norms)
+        q = rope_write(
+            q, k, v, self.rotary(batch), self.pages, batch.write_locations, self.head_norms, scales=self.options.scales
+        )
         return self.finish(paged_attention(q, self.pages, batch, self.options, self.sinks), x, residual)
 
     def remember(self, x: Tensor, batch: Batch) -> None:
@@ -119,7 +121,10 @@ class SelfAttention(CachedLayer):
             batch.attending.remember(self, rotate(k.float(), *self.rotary(batch)).to(v.dtype), v)
             return
         assert self.pages is not None, "the layer has no cache memory yet"
-        rope_write(k, k, v, self.rotary(batch), self.pages, batch.write_locations)  # there are no queries
+        scales = self.options.scales
+        rope_write(
+            k, k, v, self.rotary(batch), self.pages, batch.write_locations, scales=scales
+        )  # there are no queries
 
     def _turned(self, q: Tensor, k: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Normed and turned by their positions, with gradients."""

@@ -30,7 +30,7 @@ class BlockParts:
 
 
 def block_parts(attention: nn.Module, mlp: nn.Module, mlp_norm: RMSNorm, **norms: RMSNorm) -> BlockParts | None:
-    """None where something is in a block that is only computed step by step."""
+    """What the native call needs of a block; None where something in it is only computed step by step."""
     if type(attention) is not SelfAttention or type(mlp) is not GatedMLP:
         return None
     if not attention.shape.is_plain or mlp.activation not in (silu_mul, gelu_tanh_mul):
@@ -96,8 +96,13 @@ class FusedLayers:
             self._cuts[ends] = _cut(layers, ends)
         streams, number = {0: x}, 0
         for piece in self._cuts[ends]:
-            x = piece(x, batch)
-            number += piece.num_layers if isinstance(piece, FusedRun) else 1
+            if isinstance(piece, FusedRun):
+                x, found = piece(x, batch)
+                streams |= {number + count: tap for count, tap in zip(piece.taps, found, strict=True)}
+                number += piece.num_layers
+            else:
+                x = piece(x, batch)
+                number += 1
             if number in ends:
                 streams[number] = x
         return streams
@@ -113,16 +118,19 @@ def _one_by_one(layers: nn.ModuleList, x: Tensor, batch: Batch, ends: Sequence[i
 
 
 def _cut(layers: nn.ModuleList, ends: Sequence[int]) -> list[nn.Module | FusedRun]:
+    """Into runs of layers that can be fused, and the others."""
     pieces: list[nn.Module | FusedRun] = []
     run: list[BlockParts] = []
-    for number, layer in enumerate(layers, start=1):
+    for number, layer in enumerate([*layers, None], start=1):
         parts = layer.parts if isinstance(layer, Fusable) else None
         if parts is not None:
             run.append(parts)
-        if run and (parts is None or number in ends):
-            pieces.append(FusedRun(run))
+            continue
+        if run:
+            first = number - 1 - len(run)
+            pieces.append(FusedRun(run, [end - first for end in ends if first < end < number - 1]))
             run = []
-        if parts is None:
+        if layer is not None:
             pieces.append(layer)
     return pieces
 
@@ -130,8 +138,9 @@ def _cut(layers: nn.ModuleList, ends: Sequence[int]) -> list[nn.Module | FusedRu
 class FusedRun:
     """Blocks that follow each other. Their addresses are packed again where their memory has moved."""
 
-    def __init__(self, parts: Sequence[BlockParts]) -> None:
-        self._parts = list(parts)
+    def __init__(self, parts: Sequence[BlockParts], taps: Sequence[int] = ()) -> None:
+        """taps: after how many of them the stream is wanted, beside where they end."""
+        self._parts, self.taps = list(parts), list(taps)
         self._attentions = [each.attention for each in parts]
         self._rotaries = list({id(each.rotary): each.rotary for each in self._attentions}.values())
         self._pages: list[object] = []
@@ -141,11 +150,11 @@ class FusedRun:
     def num_layers(self) -> int:
         return len(self._parts)
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         pages = [attention.pages for attention in self._attentions]
         if self._stack is None or any(now is not then for now, then in zip(pages, self._pages, strict=True)):
             places = {id(rotary): number for number, rotary in enumerate(self._rotaries)}
             blocks = [native_block(parts) for parts in self._parts]
-            self._stack = NativeStack(blocks, [places[id(each.rotary)] for each in self._attentions])
+            self._stack = NativeStack(blocks, [places[id(each.rotary)] for each in self._attentions], self.taps)
             self._pages = list(pages)
         return self._stack(x, batch, [rotary(batch) for rotary in self._rotaries])

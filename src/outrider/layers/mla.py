@@ -29,7 +29,7 @@ class LatentShape:
     hidden_size: int  # of the output
     num_heads: int
     latent_dim: int  # kv_lora_rank
-    plain_dim: int  # qk_nope_head_dim: the part of a head's query and key that knows no position
+    nope_dim: int  # qk_nope_head_dim: the part of a head's query and key that knows no position
     rotary_dim: int  # qk_rope_head_dim: the part that turns; its key is shared by all heads
     value_dim: int  # v_head_dim
     input_size: int | None = None  # where it differs from hidden_size
@@ -45,23 +45,23 @@ class LatentShape:
         missing = [key for key in (*keys, "v_head_dim") if config.get(key) is None]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
-        hidden_size, num_heads, latent_dim, plain_dim, rotary_dim = (config[key] for key in keys)
+        hidden_size, num_heads, latent_dim, nope_dim, rotary_dim = (config[key] for key in keys)
         return cls(
             hidden_size=hidden_size,
             num_heads=num_heads,
             latent_dim=latent_dim,
-            plain_dim=plain_dim,
+            nope_dim=nope_dim,
             rotary_dim=rotary_dim,
             value_dim=config["v_head_dim"],
             query_rank=config.get("q_lora_rank"),
-            scale=(plain_dim + rotary_dim) ** -0.5 * _stretch(rope_settings(config)) ** 2,
+            scale=(nope_dim + rotary_dim) ** -0.5 * _stretch(rope_settings(config)) ** 2,
             bias=bool(config.get("attention_bias", False)),
             interleaved=bool(config.get("rope_interleave", True)),
         )
 
     @property
     def query_width(self) -> int:
-        return self.num_heads * (self.plain_dim + self.rotary_dim)
+        return self.num_heads * (self.nope_dim + self.rotary_dim)
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -88,16 +88,16 @@ class LatentAttention(CachedLayer):
         super().__init__(Latent(shape.latent_dim + shape.rotary_dim, shape.latent_dim))
         self.shape, self.whole_shape = shape, whole_shape  # of this rank, of all together
         self.rotary = rotary
-        scale = (shape.plain_dim + shape.rotary_dim) ** -0.5 if shape.scale is None else shape.scale
+        scale = (shape.nope_dim + shape.rotary_dim) ** -0.5 if shape.scale is None else shape.scale
         self.options = AttentionOptions(scale=scale)
-        rank, width = shape.query_rank, heads * shape.plain_dim + heads * shape.rotary_dim
+        rank, width = shape.query_rank, heads * shape.nope_dim + heads * shape.rotary_dim
         # queries (or what they come from), latent, the key that turns
         rows = (width if rank is None else whole(rank)) + whole(shape.latent_dim) + whole(shape.rotary_dim)
         self.inputs = Linear(shape.input_size or shape.hidden_size, rows, bias=shape.bias)
         self.query_norm = RMSNorm(rank, INNER_EPS) if rank is not None else None
         self.query = Linear(rank, width) if rank is not None else None
         self.latent_norm = RMSNorm(shape.latent_dim, INNER_EPS)
-        self.key_up = nn.Parameter(torch.empty(shape.num_heads, shape.latent_dim, shape.plain_dim))
+        self.key_up = nn.Parameter(torch.empty(shape.num_heads, shape.latent_dim, shape.nope_dim))
         self.value_up = nn.Parameter(torch.empty(shape.num_heads, shape.value_dim, shape.latent_dim))
         self.output = Linear(heads * shape.value_dim, shape.hidden_size, bias=shape.bias)
         cut(self.key_up, 0, heads)
@@ -112,15 +112,15 @@ class LatentAttention(CachedLayer):
         )
         if self.query is not None and self.query_norm is not None:
             query = self.query(self.query_norm.on_the_way(query))
-        plain, turning = (
+        plain, rope_part = (
             part.unflatten(1, (shape.num_heads, -1))
-            for part in query.split([shape.num_heads * shape.plain_dim, shape.num_heads * shape.rotary_dim], dim=-1)
+            for part in query.split([shape.num_heads * shape.nope_dim, shape.num_heads * shape.rotary_dim], dim=-1)
         )  # [T, heads, plain_dim] and [T, heads, rotary_dim]
         # A page's row is the latent, which serves as the value, then the turned key: two writes into one row.
         places = (keys[..., shape.latent_dim :], values)
         absorbed = plain.new_empty(len(x), shape.num_heads, shape.latent_dim + shape.rotary_dim)
         rope_write(
-            turning,
+            rope_part,
             key[:, None],
             self.latent_norm.of_heads(latent[:, None]),
             self.rotary(batch),
@@ -162,9 +162,9 @@ def latent_weights(shape: LatentShape, source: str, name: str) -> dict[str, Weig
 
     def queries(rows: Tensor) -> Tensor:
         """[heads * (plain + rotary), in]: head by head -> all plain parts, then all that turn."""
-        heads = rows.unflatten(0, (shape.num_heads, shape.plain_dim + shape.rotary_dim))
-        plain, turning = heads.split([shape.plain_dim, shape.rotary_dim], dim=1)
-        return torch.cat([plain.flatten(0, 1), _halved(shape, turning).flatten(0, 1)])
+        heads = rows.unflatten(0, (shape.num_heads, shape.nope_dim + shape.rotary_dim))
+        plain, rope_part = heads.split([shape.nope_dim, shape.rotary_dim], dim=1)
+        return torch.cat([plain.flatten(0, 1), _halved(shape, rope_part).flatten(0, 1)])
 
     def latent_and_key(rows: Tensor) -> Tensor:
         latent, key = rows.split([shape.latent_dim, shape.rotary_dim])
@@ -207,7 +207,7 @@ def _halved(shape: LatentShape, rows: Tensor) -> Tensor:
 
 def _keys_and_values(shape: LatentShape, rows: Tensor) -> tuple[Tensor, Tensor]:
     """[heads * (plain + value), latent] -> [heads, plain, latent] and [heads, value, latent]."""
-    keys, values = rows.unflatten(0, (shape.num_heads, shape.plain_dim + shape.value_dim)).split(
-        [shape.plain_dim, shape.value_dim], dim=1
+    keys, values = rows.unflatten(0, (shape.num_heads, shape.nope_dim + shape.value_dim)).split(
+        [shape.nope_dim, shape.value_dim], dim=1
     )
     return keys, values

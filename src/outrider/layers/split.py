@@ -28,7 +28,7 @@ def split_over(ranks: Ranks | None) -> Iterator[None]:
 
 
 def current_ranks() -> Ranks | None:
-    """Those that layers made now are split over."""
+    """The ranks that layers made now are split over."""
     return _ranks.get()
 
 
@@ -48,7 +48,7 @@ class Share:
         return self.ranges == ((0, self.whole),)
 
     def __mul__(self, count: int) -> Share:
-        """The same where every entry is so many."""
+        """The cut of a dimension whose every entry stands for so many."""
         return Share(self.whole * count, tuple((begin * count, end * count) for begin, end in self.ranges))
 
     def __add__(self, other: Share) -> Share:
@@ -79,7 +79,7 @@ def equal_share(count: int, what: str) -> Share:
 
 
 def width_share(count: int, what: str) -> Share:
-    """Of a width that may be cut anywhere: about as much for every rank."""
+    """A rank's share of a width that may be cut anywhere: about as much for every rank."""
     ranks = current_ranks()
     if ranks is None:
         return whole(count)
@@ -138,7 +138,7 @@ def cut_of(parameter: nn.Parameter) -> Cut | None:
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Of what the parameter is a part of; its own, where it is no part."""
+    """The shape of what a parameter is a part of; its own, where it is no part."""
     found, shape = cut_of(parameter), list(parameter.shape)
     if found is not None:
         shape[found.dim] = found.share.whole

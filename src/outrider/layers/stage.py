@@ -43,7 +43,7 @@ class Stage:
         return streams[:, 0].contiguous(), dict(zip(known, streams[:, 1:].unbind(1), strict=True))
 
     def send(self, x: Tensor, streams: dict[int, Tensor]) -> None:
-        """To the next stage."""
+        """Sends hidden states to the next stage."""
         sent = [x, *(streams[tap] for tap in sorted(streams))]
         self.world.send(torch.stack(sent, dim=1), self.world.rank + self._step)
 

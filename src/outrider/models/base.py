@@ -93,7 +93,7 @@ class Target(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Of all ranks together."""
+        """Parameters of the target, of all ranks together."""
         if self._num_parameters is not None:
             return self._num_parameters
         return sum(math.prod(whole_shape(parameter)) for parameter in self.parameters())

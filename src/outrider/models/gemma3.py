@@ -45,7 +45,7 @@ def gated_activation(config: Mapping[str, Any]) -> Activation:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """As the config gives them, for each kind of layer."""
+    """Rotary settings as the config gives them, for each kind of layer."""
     given = config.get("rope_parameters") or {}
     unknown = given.keys() - {FULL, SLIDING}
     if unknown:
@@ -135,7 +135,7 @@ class Gemma3(Target):
             head_dim=config["head_dim"],
             window=self.window(kind),
             scale=config["query_pre_attn_scalar"] ** -0.5,
-            both_ways=self.vision is not None,
+            bidirectional=self.vision is not None,
             qkv_bias=bool(config.get("attention_bias", False)),
             output_bias=bool(config.get("attention_bias", False)),
             head_norm_eps=config["rms_norm_eps"],

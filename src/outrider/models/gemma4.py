@@ -267,7 +267,7 @@ class Gemma4(Gemma3):
             head_dim=head_dim,
             window=self.window(kind),
             scale=1.0,
-            both_ways=self.looks_both_ways and kind == SLIDING and self.vision is not None,
+            bidirectional=self.looks_both_ways and kind == SLIDING and self.vision is not None,
             qkv_bias=bias,
             output_bias=bias,
         )

@@ -241,7 +241,7 @@ ERRORS: Responses = {
 
 
 def generated(model: type[BaseModel]) -> Responses:
-    """Of a route that generates: whole, or as a stream of events."""
+    """The OpenAPI answers of a route that generates: whole, or as a stream of events."""
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     events = {"text/event-stream": {"schema": event}}
     return {200: {"model": model, "description": "The answer, or its events", "content": events}} | _BUSY

@@ -38,7 +38,7 @@ from outrider.server.answers import (
 )
 from outrider.server.chat import chat_chunks, messages_of, start_chat, whole_chat
 from outrider.server.completions import completion_chunks, start_completion, whole_completion
-from outrider.server.defaults import Defaults
+from outrider.server.defaults import ServerDefaults
 from outrider.server.engine_client import EngineClient
 from outrider.server.errors import ApiError, bad_request, internal_error
 from outrider.server.events import event_stream
@@ -70,13 +70,13 @@ class Application:
         parsers: ParserNames | None = None,
         *,
         other_names: Sequence[str] = (),
-        defaults: Defaults | None = None,
+        defaults: ServerDefaults | None = None,
         root_path: str = "",
     ) -> None:
         """`other_names` of the model, beside the one that answers call it by. `root_path`: where a proxy has put it."""
         self.engine, model = engine, engine.model
         prompts = Prompts(tokenizer, model.vocab_size, model.max_model_len, model.origin)
-        names, defaults = (model_name, *other_names), defaults or Defaults()
+        names, defaults = (model_name, *other_names), defaults or ServerDefaults()
         self.service = Service(
             prompts, engine, names, int(time.time()), parsers or ParserNames(), defaults, defaults.seeds()
         )

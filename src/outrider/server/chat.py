@@ -109,7 +109,10 @@ def chat_usage(job: Job, num_generated: int, readers: Sequence[MessageReader]) -
 
 def readers_of(service: Service, body: ChatRequest, job: Job) -> list[MessageReader]:
     reading = reading_of(service.tokenizer, service.parsers, body)
-    return [MessageReader(service.tokenizer, reading, job.prompt_of(index)) for index in range(job.num_sequences)]
+    readers = [MessageReader(service.tokenizer, reading, job.prompt_of(index)) for index in range(job.num_sequences)]
+    for index, known in job.known.items():
+        readers[index].read(known, None)
+    return readers
 
 
 def _choice(service: Service, body: ChatRequest, output: Piece, reader: MessageReader) -> dict[str, Any]:
@@ -135,9 +138,13 @@ async def chat_chunks(
     readers = readers_of(service, body, job)
     first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
-        for index in range(job.num_sequences):
+        for index in (each for each in range(job.num_sequences) if not (job.begun and job.begun[each])):
             yield {**head, "choices": [{"index": index, **first}]}
+        caught_up: set[int] = set()
         async for piece in pieces:
+            if piece.index in job.known and piece.index not in caught_up:  # what was said before is not said again
+                readers[piece.index].read(job.known[piece.index], None)
+                caught_up.add(piece.index)
             num_generated += len(piece.token_ids)
             if piece.ending is not None:
                 speculations.append(piece.ending.speculation)
@@ -166,6 +173,8 @@ def _deltas(service: Service, body: ChatRequest, piece: Piece, reader: MessageRe
     if choices:
         choices[0]["logprobs"] = chat_logprobs(service.tokenizer, body, piece.token_ids, piece.logprobs or [])
         choices[0] |= extras(service, body, piece)
+        if len(choices) > 1 and body.return_token_ids:
+            choices[0]["num_chunks"] = len(choices)
     if ending is not None:
         choices[-1] |= {"finish_reason": reason, "stop_reason": ending.stop_reason}
     return choices

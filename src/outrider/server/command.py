@@ -14,22 +14,26 @@ from outrider.extras import extra_missing
 from outrider.options import ENGINE, EngineOptions, ModelArgument
 from outrider.server.address import port_of, taken
 from outrider.server.log import log, log_to_stderr
-from outrider.server.serve_options import FileOptions, HttpOptions
+from outrider.server.serve_options import FileOptions, HttpOptions, RayOptions
 from outrider.startup import importing
 
 if TYPE_CHECKING:
-    from outrider.server.defaults import Defaults
-    from outrider.server.engine_host import ProcessHost
+    from outrider.server.app import Application
+    from outrider.server.defaults import ServerDefaults
+    from outrider.server.engine_host import Opening, ProcessHost
+    from outrider.server.parsers import ParserNames
     from outrider.server.protocol import Located, Opened
+    from outrider.server.security import Access
     from outrider.tokenizer import Tokenizer
 
 DEFAULT_NAME = "default"  # of the embedded model
 
-_NAMES, _LIMITS, _ACCESS = "Names and parsers", "Limits", "Access"
+_NAMES, _LIMITS, _ACCESS = "Names and parsers", "QueueLimits", "Access"
 
 _TOOLS_HELP = "Form of calls: hermes, qwen3_coder, llama3, mistral, deepseek, harmony, none; auto: by the template."
 _REASONING_HELP = "Form of reasoning: think, mistral, harmony, none; auto: by the template."
-_WATCHDOG_HELP = "Rebuild or rest drafting where acceptance has died."
+_WATCHDOG_HELP = "Rebuild or pause drafting where acceptance has died."
+_LEARN_HELP = "The drafter learns from answers to requests that allow it, when idle; its versions go here."
 _SEQUENCES_HELP = "Sequences decoded at once. By default 256 on a GPU, else 16."
 _ROWS_HELP = "Tokens computed in a pass. By default 8192 on a GPU, else 2048."
 _SHARE_HELP = "Share of a GPU's memory to use."
@@ -45,6 +49,7 @@ ServedName = Annotated[
 ToolParser = Annotated[str, option(_NAMES, "--tool-call-parser", metavar="NAME", help=_TOOLS_HELP)]
 ReasoningParser = Annotated[str, option(_NAMES, "--reasoning-parser", metavar="NAME", help=_REASONING_HELP)]
 Watchdog = Annotated[bool, option(ENGINE, "--watchdog/--no-watchdog", help=_WATCHDOG_HELP)]
+Learn = Annotated[str | None, option(ENGINE, "--learn", metavar="DIR", help=_LEARN_HELP)]
 Host = Annotated[
     str, option(_ACCESS, "--host", metavar="ADDRESS", help="Where to listen; others than this machine need a key.")
 ]
@@ -153,6 +158,38 @@ class LimitOptions:
         }
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A server as it was asked for, settled as far as it can be before anything is loaded."""
+
+    options: EngineOptions
+    names: NameOptions
+    limits: LimitOptions
+    files: FileOptions
+    access: Access
+    watchdog: bool = True
+    template: str | None = None  # the text of a chat template, instead of the model's own
+    root_path: str = ""
+    learn: str | None = None  # where versions of a drafter go that learns from what is said
+
+    @property
+    def called(self) -> list[str]:
+        """All names of the model; answers have the first."""
+        return list(dict.fromkeys(self.names.served_model_name or [name_of(self.options.model)]))
+
+    @property
+    def parsers(self) -> ParserNames:
+        from outrider.server.parsers import ParserNames
+
+        return ParserNames(self.names.tool_call_parser, self.names.reasoning_parser)
+
+    def opening(self, *, shows_progress: bool = False) -> Opening:
+        from outrider.server.engine_host import Opening
+
+        settings, files = self.limits.of_engine(), self.files.of_engine()
+        return Opening(self.options, settings, self.watchdog, self.called[0], shows_progress, files, self.learn)
+
+
 def serve_command(
     options: EngineOptions,
     names: NameOptions,
@@ -160,8 +197,10 @@ def serve_command(
     limit_options: LimitOptions,
     files: FileOptions,
     http: HttpOptions,
+    ray: RayOptions,
     target: ModelArgument = None,
     watchdog: Watchdog = True,
+    learn: Learn = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI does.
 
@@ -175,64 +214,48 @@ def serve_command(
         --speculative-config '{"method": "ngram", "num_speculative_tokens": 5}'
       OUTRIDER_API_KEY=... outrider serve org/name --host 0.0.0.0
       outrider serve org/name --config flags.yaml --max-model-len 4k
+      outrider serve org/name --ray --num-replicas 4
     """
-    options = options.named(target)
     with importing():
         try:
-            from outrider.server.app import Application
-            from outrider.server.engine_client import EngineClient, Limits
-            from outrider.server.engine_host import Opening, ProcessHost
-            from outrider.server.parsers import ParserNames, choose
-            from outrider.server.security import access_for
-            from outrider.server.serving import Server
+            import outrider.server.app
+            import outrider.server.serving  # noqa: F401
+            from outrider.server.parsers import choose
         except ImportError as error:
             raise extra_missing("outrider serve", "serve", error) from error
-    asked = ParserNames(names.tool_call_parser, names.reasoning_parser)
-    choose(asked, None)  # an unknown one is refused before anything is loaded
-    given = access_options
-    origins = [*(given.allowed_origin or []), *http.checked().origins()]
-    template = template_text(files.chat_template)
-    allowed = (given.api_key or [], given.allowed_host or [], origins)
-    access = replace(access_for(given.host, *allowed, given.max_body * 2**20), pace=given.pace / 1000)
-    called = list(dict.fromkeys(names.served_model_name or [name_of(options.model)]))
-    served, consoles = called[0], open_consoles()
-    shows = consoles.about.is_terminal
-    opening = Opening(options, limit_options.of_engine(), watchdog, served, shows, files.of_engine())
+    given, template = access_options, template_text(files.chat_template)
+    access = settled_access(given, http)
+    chosen = (options.named(target), names, limit_options, files, access, watchdog, template, http.root_path)
+    if ray.ray and learn is not None:
+        raise ValueError("a drafter learns in one server: leave out --learn, or --ray")
+    plan = Plan(*chosen, learn=learn)
+    choose(plan.parsers, None)  # an unknown one is refused before anything is loaded
+    if ray.ray:
+        from outrider.server.router.command import serve_on_ray
+
+        serve_on_ray(plan, ray, given, http)
+    else:
+        _serve_here(plan, given, http)
+
+
+def _serve_here(plan: Plan, given: AccessOptions, http: HttpOptions) -> None:
+    from outrider.server.engine_host import ProcessHost
+    from outrider.server.serving import Server
+
+    consoles = open_consoles()
+    opening = plan.opening(shows_progress=consoles.about.is_terminal)
     with taken(given.host, given.port) as sockets, ProcessHost(opening) as host:
-        model, tokenizer, defaults = _opened(host, consoles, files)
-        if template is not None and tokenizer is not None:
-            tokenizer.use_template(template)
-        limits = Limits(
-            limit_options.max_queue, deadline=limit_options.request_timeout, stall=limit_options.stall_timeout
-        )
-        log_to_stderr(*(["uvicorn"] if http.uvicorn_log_level is not None else []))
-        tools, reasoning = choose(asked, tokenizer)
-        reasons = {"tools": tools.reason, "reasoning": reasoning.reason}
-        log("parsers", tools=tools.name, reasoning=reasoning.name, because=reasons)
-        log("memory", **model.memory)
-        with suppress(OSError):  # standard error may be full, as on a disk that is; that is no reason to end
-            show_memory_table(consoles.about, model.memory_rows)
-        engine = EngineClient(host.link, model, served, limits, host.why_ended)
-        application = Application(
-            engine,
-            tokenizer,
-            served,
-            access,
-            ParserNames(tools.name, reasoning.name),
-            other_names=called[1:],
-            defaults=defaults,
-            root_path=http.root_path,
-        )
+        application = assembled(plan, host, consoles, *(["uvicorn"] if http.uvicorn_log_level is not None else []))
+        engine, served = application.engine, plan.called[0]
         port = port_of(sockets)
-        host_name = f"[{given.host}]" if ":" in given.host else given.host
-        url = f"{'https' if http.is_secure else 'http'}://{host_name}:{port}"
+        url = url_of(given, http, port)
 
         def on_listening() -> None:
-            log("listening", host=given.host, port=port, model=served, max_model_len=model.max_model_len)
+            log("listening", host=given.host, port=port, model=served, max_model_len=engine.model.max_model_len)
             with suppress(OSError):
                 show_note(consoles.about, f"{served} at {url}/v1, playground at {url}/")
 
-        exits, drain = limit_options.exit_on_engine_death, limit_options.shutdown_timeout
+        exits, drain = plan.limits.exit_on_engine_death, plan.limits.shutdown_timeout
         settings = {"exit_on_death": exits, "on_listening": on_listening, **http.of_uvicorn()}
         Server(application, given.host, port, drain, **settings).run(sockets=sockets)
         host.close()
@@ -241,12 +264,51 @@ def serve_command(
             raise SystemExit(1)
 
 
-def _opened(host: ProcessHost, consoles: Consoles, files: FileOptions) -> tuple[Opened, Tokenizer | None, Defaults]:
+def settled_access(given: AccessOptions, http: HttpOptions) -> Access:
+    from outrider.server.security import access_for
+
+    origins = [*(given.allowed_origin or []), *http.checked().origins()]
+    allowed = (given.api_key or [], given.allowed_host or [], origins)
+    return replace(access_for(given.host, *allowed, given.max_body * 2**20), pace=given.pace / 1000)
+
+
+def url_of(given: AccessOptions, http: HttpOptions, port: int) -> str:
+    host = f"[{given.host}]" if ":" in given.host else given.host
+    return f"{'https' if http.is_secure else 'http'}://{host}:{port}"
+
+
+def assembled(plan: Plan, host: ProcessHost, consoles: Consoles, *loggers: str) -> Application:
+    """The application in front of an engine, once that is ready. `loggers`: whose messages are logged too."""
+    from outrider.server.app import Application
+    from outrider.server.engine_client import EngineClient, QueueLimits
+    from outrider.server.parsers import ParserNames, choose
+
+    model, tokenizer, defaults = _opened(host, consoles, plan.files)
+    if plan.template is not None and tokenizer is not None:
+        tokenizer.use_template(plan.template)
+    given, served = plan.limits, plan.called
+    limits = QueueLimits(given.max_queue, deadline=given.request_timeout, stall=given.stall_timeout)
+    log_to_stderr(*loggers)
+    tools, reasoning = choose(plan.parsers, tokenizer)
+    reasons = {"tools": tools.reason, "reasoning": reasoning.reason}
+    log("parsers", tools=tools.name, reasoning=reasoning.name, because=reasons)
+    log("memory", **model.memory)
+    with suppress(OSError):  # standard error may be full, as on a disk that is; that is no reason to end
+        show_memory_table(consoles.about, model.memory_rows)
+    engine = EngineClient(host.link, model, served[0], limits, host.why_ended)
+    parsers = ParserNames(tools.name, reasoning.name)
+    settings: dict[str, Any] = {"other_names": served[1:], "defaults": defaults, "root_path": plan.root_path}
+    return Application(engine, tokenizer, served[0], plan.access, parsers, **settings)
+
+
+def _opened(
+    host: ProcessHost, consoles: Consoles, files: FileOptions
+) -> tuple[Opened, Tokenizer | None, ServerDefaults]:
     """What the front needs: the tokenizer is read here while the weights are read there."""
     from outrider.checkpoints.gguf_tokenizer import tokenizer_at
     from outrider.server.defaults import chosen_defaults
 
-    found: list[tuple[Tokenizer | None, Defaults]] = []
+    found: list[tuple[Tokenizer | None, ServerDefaults]] = []
 
     def read(files_are: Located) -> None:
         path = Path(files_are.path)

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import Request as HttpRequest
 
+from outrider.detokenizer import Detokenizer
 from outrider.outputs import Logprob
 from outrider.prompts import Prompt
 from outrider.server.errors import bad_request
@@ -29,7 +30,6 @@ from outrider.server.generation import (
 from outrider.server.job import Job
 from outrider.server.protocol import Piece
 from outrider.server.schema import CompletionRequest
-from outrider.tokenizer import Detokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_ECHOED = 2**18  # log-probabilities of prompts in one answer
@@ -41,7 +41,7 @@ async def start_completion(service: Service, body: CompletionRequest, tenant: st
     max_tokens = body.max_tokens if body.max_tokens is not None else max(DEFAULT_MAX_TOKENS, body.min_tokens)
     # without an answer, one token is made all the same, and left out
     params = sampling_params(service, body, max_tokens=max_tokens or 1, logprobs=body.logprobs, tenant=tenant)
-    if body.echo and body.logprobs is not None:
+    if body.echo and body.logprobs is not None and not (body.continuation and all(body.continuation)):
         params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     return await service.submit(body, [_maker(service, body, prompt) for prompt in prompts_of(body)], params)
 
@@ -74,7 +74,7 @@ async def whole_completion(http: HttpRequest, service: Service, body: Completion
     def choices_of() -> list[dict[str, Any]]:
         for output in outputs:  # the first answer to a prompt has brought its log-probabilities
             output.prompt_logprobs = outputs[output.index - output.index % body.n].prompt_logprobs
-        return [_choice(service, body, output, job.prompt_of(output.index)) for output in outputs]
+        return [_choice(service, body, output, job) for output in outputs]
 
     may_be_long = body.echo or body.prompt_logprobs is not None
     choices = await asyncio.to_thread(choices_of) if may_be_long else choices_of()
@@ -95,15 +95,20 @@ def _cut(body: CompletionRequest, made: Piece) -> Piece:
     return replace(made, text="", token_ids=[], draft_positions=[], text_ends=[], logprobs=logprobs, ending=ending)
 
 
-def _choice(service: Service, body: CompletionRequest, output: Piece, prompt: Sequence[int]) -> dict[str, Any]:
+def _choice(service: Service, body: CompletionRequest, output: Piece, job: Job) -> dict[str, Any]:
     assert output.ending is not None
-    text = _echo(service, body, output.index)
-    offsets = [len(text) + end for end in (0, *output.text_ends)]
+    index = output.index
+    text = _echo(service, body, index)
+    offsets = [len(text) + end for end in (job.text_begin(index), *output.text_ends)]
     logprobs = _logprobs(body, output.token_ids, output.logprobs or [], offsets)
+    if job.begun and job.begun[index]:  # the prompt came with its beginning
+        text = ""
+    else:
+        logprobs = _with_prompt(service, body, job.prompt_of(index), output, logprobs)
     return {
-        "index": output.index,
+        "index": index,
         "text": text + output.text,
-        "logprobs": _with_prompt(service, body, prompt, output, logprobs),
+        "logprobs": logprobs,
         "finish_reason": output.ending.finish_reason,
         "stop_reason": output.ending.stop_reason,
         **prompt_logprobs_of(body, output),
@@ -118,10 +123,11 @@ async def completion_chunks(
     options = body.stream_options
     num_generated, speculations = 0, []
     ends = dict.fromkeys(range(job.num_sequences), 0)  # of each sequence: length of the text so far
-    echoed: set[int] = set()
+    echoed = {index for index, tokens in enumerate(job.begun) if tokens}
     async with aborting(http, service, job), aclosing(job.pieces()) as pieces:
         async for whole in pieces:
             piece = _cut(body, whole)
+            ends[piece.index] = ends[piece.index] or job.text_begin(piece.index)
             num_generated += len(piece.token_ids)
             if piece.ending is not None:
                 speculations.append(piece.ending.speculation)

@@ -20,7 +20,7 @@ OWN_FILES = 256  # that the server has open beside connections
 
 
 def connection_limit(wanted: int) -> int:
-    """As many as are wanted, or as the system lets us have."""
+    """How many connections are taken: as many as are wanted, or as the system lets us have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted

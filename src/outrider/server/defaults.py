@@ -16,7 +16,7 @@ MAX_TOKENS = "max_new_tokens"
 
 
 @dataclass(frozen=True)
-class Defaults:
+class ServerDefaults:
     """`settings` are in the names of generation_config.json."""
 
     settings: Mapping[str, float | int] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Defaults:
 
     @property
     def max_tokens(self) -> int | None:
-        """Of an answer in a chat; None: until the context is full."""
+        """Tokens of an answer in a chat; None: until the context is full."""
         found = self.settings.get(MAX_TOKENS)
         return None if found is None else int(found)
 
@@ -40,7 +40,7 @@ class Defaults:
         return lambda: made.getrandbits(63)
 
 
-def chosen_defaults(source: str, checkpoint: Path, overriding: str | None, seed: int | None) -> Defaults:
+def chosen_defaults(source: str, checkpoint: Path, overriding: str | None, seed: int | None) -> ServerDefaults:
     """`source`: auto reads the checkpoint's generation_config.json, vllm nothing; else it is a directory with such a
     file. `overriding`: a JSON object whose values count more. Raises ValueError for values that no request may have."""
     if source not in ("auto", "vllm") and not (Path(source).expanduser() / "generation_config.json").is_file():
@@ -49,7 +49,7 @@ def chosen_defaults(source: str, checkpoint: Path, overriding: str | None, seed:
     if source != "vllm":
         found = dict(default_sampling(checkpoint if source == "auto" else Path(source).expanduser()))
     found |= _overriding(overriding)
-    defaults = Defaults(found, seed)
+    defaults = ServerDefaults(found, seed)
     arguments: dict[str, Any] = {**defaults.sampling(), "max_tokens": defaults.max_tokens}
     SamplingParams(**arguments)  # which checks them
     return defaults

@@ -23,10 +23,10 @@ from outrider.server.protocol import (
     AskMetrics,
     Brought,
     Died,
+    JobRefused,
     MetricsText,
     Opened,
     Piece,
-    Refused,
     Stop,
     Submit,
 )
@@ -36,14 +36,14 @@ METRICS_SECONDS = 5.0  # that the engine has to say its figures
 
 
 @dataclass(frozen=True)
-class Limits:
+class QueueLimits:
     max_queue: int = 256  # sequences that may wait, beyond those that can run
     max_queued_tokens: int = 4_000_000  # of their prompts together
     deadline: float = 600.0  # seconds that a request may take, waiting included
     stall: float = 60.0  # seconds without progress after which decoding counts as dead
 
 
-class Asked(NamedTuple):
+class ReadyPrompt(NamedTuple):
     """A prompt that is ready for the engine."""
 
     ids: list[int]  # its tokens; with images, those of its text
@@ -55,7 +55,7 @@ class EngineClient:
     """`why_ended` says what became of an engine that has gone without a word."""
 
     def __init__(
-        self, link: Link, model: Opened, model_name: str, limits: Limits, why_ended: Callable[[], str]
+        self, link: Link, model: Opened, model_name: str, limits: QueueLimits, why_ended: Callable[[], str]
     ) -> None:
         self.model, self.limits = model, limits
         self.capacity = model.max_num_seqs + limits.max_queue
@@ -78,11 +78,11 @@ class EngineClient:
     # life
 
     def start(self) -> None:
-        """On the event loop that it will live on."""
+        """Begins to read from the engine, on the event loop that it will live on."""
         asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
 
     def drain(self) -> None:
-        """No new jobs; those that are here go on."""
+        """Takes no new jobs; those that are here go on."""
         self.draining = True
 
     def stop(self) -> None:
@@ -103,7 +103,7 @@ class EngineClient:
 
     @property
     def is_dead(self) -> bool:
-        """It has ended, and not because it was told to."""
+        """Whether the engine has ended, and not because it was told to."""
         return self._death is not None
 
     @property
@@ -113,10 +113,17 @@ class EngineClient:
     # jobs
 
     def submit(
-        self, asked: Sequence[Asked], deadline: float, submitted: float, *, streams: bool, job_id: str | None = None
+        self,
+        asked: Sequence[ReadyPrompt],
+        deadline: float,
+        submitted: float,
+        *,
+        streams: bool,
+        job_id: str | None = None,
+        begun: Sequence[list[int]] = (),
     ) -> Job:
         """Raises ApiError where there is no room. Times are those of time.monotonic(). `job_id`: what its sender calls
-        it; others may call theirs the same."""
+        it; others may call theirs the same. `begun`: tokens that each sequence has already."""
         job = Job(
             number=next(self._numbers),
             job_id=job_id or secrets.token_hex(12),
@@ -124,11 +131,12 @@ class EngineClient:
             n=asked[0].params.n,
             deadline=deadline,
             submitted=submitted,
+            begun=list(begun),
         )
         self.check_room(job.num_sequences, job.num_prompt_tokens)
         now = time.monotonic()
         prompts, params = [each.prompt for each in asked], [each.params for each in asked]
-        message = Submit(job.number, job.job_id, prompts, params, streams, now - submitted, deadline - now)
+        message = Submit(job.number, job.job_id, prompts, params, streams, now - submitted, deadline - now, job.begun)
         try:
             self._link.send(message)
         except RecursionError:
@@ -195,7 +203,7 @@ class EngineClient:
     # what the engine says
 
     def _read(self) -> None:
-        """All that is there: what has queued up for a stream is then sent together."""
+        """Reads all messages that are there: what has queued up for a stream is then sent together."""
         try:
             for message in self._link.take():
                 self._handle(message)
@@ -222,7 +230,7 @@ class EngineClient:
                 self._close(number)
         elif isinstance(message, Accepted):
             self._accept(message)
-        elif isinstance(message, Refused):
+        elif isinstance(message, JobRefused):
             self._close(message.job, message.error)
         elif isinstance(message, MetricsText):
             asked = self._asked.get(message.number)

@@ -24,6 +24,7 @@ from outrider.server.protocol import Loading, Located, NotOpened, Opened
 if TYPE_CHECKING:  # they import torch, which the front does without
     from outrider.config import EngineConfig
     from outrider.llm import LLM
+    from outrider.training.online import OnlineLearner
 
 OnProgress = Callable[[str, int, int], None]
 IGNORED = (signal.SIGINT, signal.SIGTERM)
@@ -40,6 +41,7 @@ class Opening:
     model_name: str  # what clients call it
     shows_progress: bool = False
     files: dict[str, Any] = field(default_factory=dict)  # where its parts are, in the names of vLLM's LLM
+    learn: str | None = None  # where versions of a drafter go that learns from what is said
 
     def config(self) -> EngineConfig:
         """What was chosen, checked as far as it can be before weights are read. This imports torch."""
@@ -143,7 +145,7 @@ def _main(end: socket.socket, opening: Opening) -> None:
     try:
         llm = _open(opening, link)
         if llm is not None:
-            status = _run(llm, link, opening.model_name)
+            status = _run(llm, link, opening)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -160,6 +162,7 @@ def _open(opening: Opening, link: Link) -> LLM | None:
     try:
         from outrider.checkpoints.checkpoint import open_checkpoint
         from outrider.llm import LLM
+        from outrider.server.learning import check_online
 
         config = opening.config()
         checkpoint = open_checkpoint(config.model)
@@ -168,6 +171,8 @@ def _open(opening: Opening, link: Link) -> LLM | None:
         link.send(Located(str(checkpoint.path), own))
         llm = LLM.from_config(config, progress if opening.shows_progress else None)
         llm.warm_up()
+        if opening.learn is not None:
+            check_online(llm)
         return llm
     except BaseException as error:
         is_fault = not isinstance(error, ValueError | OSError)
@@ -175,11 +180,13 @@ def _open(opening: Opening, link: Link) -> LLM | None:
         return None
 
 
-def _run(llm: LLM, link: Link, model_name: str) -> int:
+def _run(llm: LLM, link: Link, opening: Opening) -> int:
     from outrider.server.engine_loop import EngineLoop, opened
+    from outrider.server.learning import learner_of
 
     log_to_stderr()
-    loop = EngineLoop(llm, link, model_name)
+    learner = learner_of(llm, opening.learn) if opening.learn is not None else None
+    loop = EngineLoop(llm, link, opening.model_name, learner)
     link.send(opened(llm))
     return 0 if loop.run() else 1
 
@@ -190,12 +197,12 @@ def _run(llm: LLM, link: Link, model_name: str) -> int:
 class ThreadHost:
     """An engine of this process, run by a thread."""
 
-    def __init__(self, llm: LLM, model_name: str) -> None:
+    def __init__(self, llm: LLM, model_name: str, learner: OnlineLearner | None = None) -> None:
         from outrider.server.engine_loop import EngineLoop, opened
 
         ours, theirs = socket.socketpair()
         self.link, self._theirs = Link(ours), Link(theirs)
-        self.loop, self.model = EngineLoop(llm, self._theirs, model_name), opened(llm)
+        self.loop, self.model = EngineLoop(llm, self._theirs, model_name, learner), opened(llm)
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._thread.start()
 

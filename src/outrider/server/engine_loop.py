@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +20,7 @@ from outrider.grammar.trial import NICENESS
 from outrider.lanes import Lane
 from outrider.llm import LLM
 from outrider.overload import OverloadError
+from outrider.server.continuation import resume
 from outrider.server.errors import (
     ApiError,
     bad_request,
@@ -39,13 +41,16 @@ from outrider.server.protocol import (
     AskMetrics,
     Brought,
     Died,
+    JobRefused,
     MetricsText,
     Opened,
-    Refused,
     Stop,
     Submit,
 )
 from outrider.server.task import Task, TaskSequence
+
+if TYPE_CHECKING:
+    from outrider.training.online import OnlineLearner
 
 MAX_FAULTS = 3  # steps that may break with a request among others before it is failed with them
 BROKEN_AFTER = 8  # steps in a row that break: the engine itself is broken
@@ -78,8 +83,8 @@ def opened(llm: LLM) -> Opened:
 
 
 class EngineLoop:
-    def __init__(self, llm: LLM, link: Link, model_name: str) -> None:
-        self._llm, self._link, self._model_name = llm, link, model_name
+    def __init__(self, llm: LLM, link: Link, model_name: str, learner: OnlineLearner | None = None) -> None:
+        self._llm, self._link, self._model_name, self._learner = llm, link, model_name, learner
         self._engine = llm.engine
         self._metrics = Metrics(model_name)
         self._metrics.watch(llm.engine)
@@ -133,6 +138,9 @@ class EngineLoop:
 
     def _loop(self) -> None:
         while not self._stopping:
+            if not self._sequences and self._learner is not None:
+                while not self._inbox and self._learner.work():  # a step at a time, while nobody wants anything
+                    pass
             with self._wake:
                 if not (self._inbox or self._sequences):
                     self._wake.wait(BEAT if self._tasks else None)  # those that are prepared have a deadline too
@@ -157,7 +165,7 @@ class EngineLoop:
             if task is not None:
                 self._end(task, reason)
             else:
-                self._link.send(Refused(job, reason))
+                self._link.send(JobRefused(job, reason))
 
     def _handle(self, message: _Message) -> None:
         if isinstance(message, Submit):
@@ -183,10 +191,11 @@ class EngineLoop:
     # jobs come and go
 
     def _lane(self, asked: Submit) -> Lane | None:
-        """Who prepares it, where rounds would wait for that: a grammar is compiled, an image is looked at."""
+        """Who prepares it, where rounds would wait for that: a grammar is compiled, an image is looked at, tokens of
+        an answer that was begun elsewhere are read."""
         if any(isinstance(prompt, Mapping) for prompt in asked.prompts):
             return self._images
-        return self._grammars if any(params.guided is not None for params in asked.params) else None
+        return self._grammars if asked.begun or any(params.guided is not None for params in asked.params) else None
 
     def _prepare_beside(self, asked: Submit, lane: Lane) -> None:
         def done(future: Future[list[Request] | ApiError | None]) -> None:
@@ -228,7 +237,10 @@ class EngineLoop:
             for group in groups if not asked.streams else ():
                 for request in group[1:]:  # answers to one prompt: one of them brings its log-probabilities
                     request.params = replace(request.params, prompt_logprobs=None)
-            return [request for group in groups for request in group]
+            made = [request for group in groups for request in group]
+            if asked.begun:
+                resume(made, asked.begun, self._llm.max_model_len)
+            return made
         except Exception as error:
             return self._refusal(error)
 
@@ -247,13 +259,14 @@ class EngineLoop:
             return
         if isinstance(made, ApiError):  # it never was one of the engine's
             del self._tasks[asked.job]
-            self._link.send(Refused(asked.job, made))
+            self._link.send(JobRefused(asked.job, made))
             return
         task.take(made)
         self._sequences |= {request: TaskSequence(task, index, request) for index, request in enumerate(made)}
         try:
             for request in made:
-                self._engine.add(request)
+                if not request.finished:
+                    self._engine.add(request)
         except ValueError as error:
             self._end(task, bad_request(str(error), "max_tokens"))
         except Exception as error:
@@ -261,6 +274,7 @@ class EngineLoop:
         else:
             is_new = any(isinstance(prompt, Mapping) for prompt in asked.prompts)
             self._link.send(Accepted(task.job, [each.prompt for each in made[:: task.n]] if is_new else None))
+            self._tell([Progress(request) for request in made if request.finished], time.monotonic())
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -273,7 +287,7 @@ class EngineLoop:
             if not request.finished:
                 discard(self._engine, request)
         self._close(task, reason.code or "abort")
-        self._link.send(Refused(task.job, reason))
+        self._link.send(JobRefused(task.job, reason))
 
     def _close(self, task: Task, outcome: str) -> None:
         del self._tasks[task.job]
@@ -310,7 +324,7 @@ class EngineLoop:
                 continue
             self._count(sequence, progress, now)
             request = progress.request
-            if not progress.num_new:
+            if not (progress.num_new or request.finished):
                 continue
             if (sequence.task.streams or request.finished) and request.error is None:
                 pieces.append(sequence.piece().packed())

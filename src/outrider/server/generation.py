@@ -20,8 +20,9 @@ from outrider import __version__
 from outrider.outputs import Logprob
 from outrider.prompts import ContextOverflowError, Prompt, Prompts
 from outrider.sampling_params import Guided, SamplingParams, Speculation
-from outrider.server.defaults import Defaults
-from outrider.server.engine_client import Asked, EngineClient
+from outrider.server.continuation import checked
+from outrider.server.defaults import ServerDefaults
+from outrider.server.engine_client import EngineClient, ReadyPrompt
 from outrider.server.errors import ApiError, bad_request, clean
 from outrider.server.job import Job
 from outrider.server.parsers import ParserNames
@@ -45,7 +46,7 @@ class Service:
     names: Sequence[str]
     created: int
     parsers: ParserNames
-    defaults: Defaults = field(default_factory=Defaults)
+    defaults: ServerDefaults = field(default_factory=ServerDefaults)
     next_seed: Callable[[], int | None] = lambda: None  # of a request that has none; None: a fresh one
     preparation: Preparation = field(default_factory=Preparation)
 
@@ -89,16 +90,20 @@ class Service:
         if params.seed is None:
             params = replace(params, seed=self.next_seed())
 
-        def make() -> list[Asked]:
+        def make() -> tuple[list[ReadyPrompt], list[list[int]]]:
             named = ((prompt(), f"prompt {number}") for number, prompt in enumerate(prompts))
             made = [self._asked(prompt, params, name, body.truncate_prompt_tokens) for prompt, name in named]
             check_prompt_logprobs(sum(len(each.ids) for each in made), params)
-            return made
+            begun = checked(body, len(prompts) * params.n, params.temperature)
+            for tokens in filter(None, begun):
+                self.prompts.check_ids(tokens, "continuation")
+            return made, begun
 
         begin = time.monotonic()
         seconds = min(body.timeout or self.engine.limits.deadline, self.engine.limits.deadline)
-        asked = await self.prepare(make, body)
-        job = self.engine.submit(asked, begin + seconds, begin, streams=body.stream, job_id=body.request_id)
+        asked, begun = await self.prepare(make, body)
+        name, until = body.request_id, begin + seconds
+        job = self.engine.submit(asked, until, begin, streams=body.stream, job_id=name, begun=begun)
         try:
             await job.accepted()
         except BaseException:  # perhaps the engine has said nothing at all
@@ -106,7 +111,7 @@ class Service:
             raise
         return job
 
-    def _asked(self, prompt: Prompt, params: SamplingParams, name: str, most: int | None) -> Asked:
+    def _asked(self, prompt: Prompt, params: SamplingParams, name: str, most: int | None) -> ReadyPrompt:
         """`most`: the prompt's last tokens that are read; -1: as many as leave room for an answer."""
         ids = self.prompts.ids(prompt, name)
         pictured = prompt if isinstance(prompt, Mapping) and prompt.get("multi_modal_data") else None
@@ -116,8 +121,8 @@ class Service:
             ids = ids[max(len(ids) - (most if most >= 0 else self.prompts.max_model_len - 1), 0) :]
         self.prompts.check(ids, name)
         if pictured is not None:  # the engine knows what an image takes
-            return Asked(ids, pictured, params)
-        return Asked(ids, ids, self.prompts.settled(params, ids))
+            return ReadyPrompt(ids, pictured, params)
+        return ReadyPrompt(ids, ids, self.prompts.settled(params, ids))
 
 
 def check_prompt_logprobs(num_tokens: int, params: SamplingParams) -> None:
@@ -142,6 +147,7 @@ def sampling_params(
             num_speculative_tokens=speculative,
             prediction=body.prediction.text if body.prediction is not None else None,
             tenant=tenant,
+            learn=body.allow_learning,
             trace=body.return_drafts,
         )
     except ValueError as error:
@@ -236,7 +242,7 @@ def speculations_of(pieces: Sequence[Piece]) -> list[Speculation]:
 
 
 def usage(job: Job, num_generated: int) -> dict[str, Any]:
-    prompts = job.num_prompt_tokens
+    prompts, num_generated = job.num_prompt_tokens, job.num_begun + num_generated
     accepted = sum(count.num_predicted_accepted for count in job.counts.values())
     rejected = sum(count.num_predicted for count in job.counts.values()) - accepted
     return {
@@ -274,7 +280,7 @@ def metrics_of(speculations: Sequence[Speculation]) -> dict[str, Any] | None:
 
 
 def prompt_logprobs_of(body: Generation, made: Piece) -> dict[str, Any]:
-    """In vLLM's shape, and only for those who asked; the first token has none."""
+    """Log-probabilities of a prompt in vLLM's shape, for those who asked; the first token has none."""
     if body.prompt_logprobs is None:
         return {}
     return {"prompt_logprobs": [None, *map(_described, made.prompt_rows())]}

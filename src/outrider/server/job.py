@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from outrider.server.errors import ApiError, past_deadline
-from outrider.server.protocol import Accepted, Counts, Piece
+from outrider.server.protocol import Accepted, Piece, SequenceCounts
 
 GRACE = 5.0  # seconds after the deadline
 Event = Piece | ApiError | Accepted
@@ -23,8 +23,10 @@ class Job:
     n: int  # answers to each
     deadline: float  # by time.monotonic()
     submitted: float = field(default_factory=time.monotonic)
+    begun: list[list[int]] = field(default_factory=list)  # of each sequence: tokens that its client has already
+    known: dict[int, Piece] = field(default_factory=dict)  # what became of them, with the first piece of what is new
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
-    counts: dict[int, Counts] = field(default_factory=dict)  # of each sequence, as of its latest piece
+    counts: dict[int, SequenceCounts] = field(default_factory=dict)  # of each sequence, as of its latest piece
     closed: bool = False  # nothing more will come
 
     @property
@@ -35,6 +37,14 @@ class Job:
     def num_prompt_tokens(self) -> int:
         """Every prompt once, however many answers it gets."""
         return sum(map(len, self.prompts))
+
+    @property
+    def num_begun(self) -> int:
+        return sum(map(len, self.begun))
+
+    def text_begin(self, index: int) -> int:
+        """Length of the text that a client has of a sequence already, once a piece of it has come."""
+        return len(self.known[index].text) if index in self.known else 0
 
     def prompt_of(self, index: int) -> list[int]:
         return self.prompts[index // self.n]
@@ -62,8 +72,10 @@ class Job:
                 while following is not None and event.can_be_joined(following):
                     assert isinstance(following, Piece)
                     event, following = event.joined(following), self._waiting()
-                self.counts[event.index] = Counts._make(event.counts)
+                self.counts[event.index] = SequenceCounts._make(event.counts)
                 num_left -= event.ending is not None
+                if self.begun and event.index not in self.known:
+                    self.known[event.index], event = event.split(len(self.begun[event.index]))
                 yield event
 
     @contextmanager

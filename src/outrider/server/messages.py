@@ -28,7 +28,7 @@ Delta = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Reading:
+class AnswerReading:
     """How answers of one request are read."""
 
     names: ParserNames
@@ -41,7 +41,7 @@ class Reading:
 class MessageReader:
     """Makes deltas of one answer's text as it comes, token by token, so that no way of cutting it matters."""
 
-    def __init__(self, tokenizer: Tokenizer | None, reading: Reading, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, reading: AnswerReading, prompt_ids: Sequence[int]) -> None:
         self._reading = reading
         prompt = ""
         if tokenizer is not None:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from outrider.engine.engine import Engine
 from outrider.engine.request import Progress
-from outrider.engine.watchdog import Counts, Watchdog, context_bucket
+from outrider.engine.watchdog import AcceptanceCounts, Watchdog, context_bucket
 from outrider.server.tally import Tally
 from outrider.server.task import Task
 
@@ -19,7 +19,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Metrics:
-    """Of the engine. Written by the thread that runs it, read by any."""
+    """Figures of the engine. Written by the thread that runs it, read by any."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -85,7 +85,7 @@ class Metrics:
         self._fallbacks = tally.count("outrider:drafter_fallbacks", "Requests that went on without drafts")
         self._recoveries = tally.count("outrider:drafter_recoveries", "Requests whose drafts are accepted again")
         self._seen = [0, 0, 0]  # queried, hit, preempted, as of the last step
-        self._acted = Counts()  # as of the last step
+        self._acted = AcceptanceCounts()  # as of the last step
         self._watchdog: Watchdog | None = None
 
     def text(self) -> bytes:
@@ -143,7 +143,7 @@ class Metrics:
         self._generated.add(count)
 
     def drafted(self, progress: Progress) -> None:
-        """One round of one sequence that had a draft."""
+        """Counts one round of one sequence that had a draft."""
         num_drafted, num_accepted = progress.num_drafted, progress.num_accepted
         self._drafts.add(1)
         self._draft_tokens.add(num_drafted)

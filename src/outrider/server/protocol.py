@@ -4,7 +4,7 @@ may be processes of their own."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from outrider.outputs import Logprob
@@ -26,6 +26,7 @@ class Submit:
     streams: bool  # otherwise only last pieces are wanted
     waited: float  # seconds since the client asked
     left: float  # seconds until the deadline
+    begun: list[list[int]] = field(default_factory=list)  # of each sequence: tokens that it has already; or nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Opened:
 # from the engine, at work
 
 
-class Counts(NamedTuple):
+class SequenceCounts(NamedTuple):
     """What was drafted and accepted for one sequence so far."""
 
     num_cached: int  # prompt tokens found in the cache
@@ -135,6 +136,18 @@ class Piece:
             prompt_logprobs=self.prompt_logprobs,
         )
 
+    def split(self, num_tokens: int) -> tuple[Piece, Piece]:
+        """Its first tokens, and the rest; of a piece that begins with its sequence."""
+        end = self.text_ends[num_tokens - 1] if num_tokens else 0
+        parts = ("token_ids", "draft_positions", "text_ends")
+        first = {name: getattr(self, name)[:num_tokens] for name in parts}
+        rest = {name: getattr(self, name)[num_tokens:] for name in parts}
+        logprobs = None if self.logprobs is None else self.logprobs[num_tokens:]
+        return (
+            replace(self, text=self.text[:end], logprobs=None, draft=None, ending=None, **first),
+            replace(self, text=self.text[end:], logprobs=logprobs, **rest),
+        )
+
     def packed(self) -> tuple[Any, ...]:
         return (
             *(self.job, self.index, self.text, self.token_ids, self.draft_positions, self.text_ends, self.counts),
@@ -175,7 +188,7 @@ class Brought:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class JobRefused:
     """A job has ended before its time, or was never taken."""
 
     job: int

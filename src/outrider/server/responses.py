@@ -25,7 +25,7 @@ from outrider.server.schema import ChatRequest
 
 @dataclass
 class Response:
-    """One that is being answered."""
+    """A request of the Responses API that is being answered."""
 
     body: ResponseRequest
     chat: ChatRequest
@@ -55,7 +55,7 @@ async def whole_response(http: HttpRequest, service: Service, response: Response
 async def response_events(
     http: HttpRequest, service: Service, response: Response
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """They are numbered. What goes wrong after the first is an event, too."""
+    """The numbered events of a response. What goes wrong after the first is an event, too."""
     number = 0
     async with aclosing(_events(http, service, response)) as events:
         try:

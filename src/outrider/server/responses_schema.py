@@ -20,6 +20,7 @@ from outrider.server.schema import (
     Text,
     Whole,
     holds_image,
+    within,
 )
 from outrider.server.schema_base import Lenient, Strict
 
@@ -146,7 +147,7 @@ class ResponseRequest(Generation):
     n: Literal[1] = 1
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: Text | None = None
-    max_output_tokens: Annotated[Whole, Field(ge=1, le=2**31)] | None = None
+    max_output_tokens: Annotated[Whole, within("max_tokens")] | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
     parallel_tool_calls: Flag | None = None
@@ -159,7 +160,8 @@ class ResponseRequest(Generation):
 
     @model_validator(mode="after")
     def _check_extras(self) -> ResponseRequest:
-        asked = [name for name in ("return_token_ids", "return_drafts", "prompt_logprobs") if getattr(self, name)]
+        foreign = ("return_token_ids", "return_drafts", "prompt_logprobs", "continuation")
+        asked = [name for name in foreign if getattr(self, name)]
         if asked:
             raise ValueError(f"{asked[0]} has no place in a response: ask /v1/chat/completions")
         return self

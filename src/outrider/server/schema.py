@@ -9,10 +9,10 @@ from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, model
 
 from outrider.compatibility import fields
 from outrider.compatibility.rules import Rules
-from outrider.sampling_params import MAX_LOGPROBS, MAX_PREDICTION, MAX_STOP_STRINGS, MAX_WHITESPACE
+from outrider.sampling_params import BOUNDS, MAX_PREDICTION, MAX_STOP_STRINGS
 from outrider.server.schema_base import Lenient, Strict, settle_fields
 
-MAX_N = 64
+MAX_ANSWERS = 64  # of one request: n
 MAX_TEXT = 2**22  # characters in one text
 MAX_TOKENS = 2**20
 MAX_ALLOWED = 2**18  # no vocabulary has more ids
@@ -28,6 +28,12 @@ TEMPLATE_OWN = frozenset(
 )
 
 
+def within(name: str, *, least: int | None = None) -> Any:
+    """The bounds that a field of SamplingParams has."""
+    low, high = BOUNDS[name]
+    return Field(ge=low if least is None else least, le=high)
+
+
 # strict: true is no number, and neither is "7"
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
@@ -35,6 +41,8 @@ Flag = Annotated[bool, Field(strict=True)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 TokenKey = Annotated[int, Field(ge=0, lt=2**31)]  # JSON has texts only as keys
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+Begun = Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
+Continuation = Annotated[list[Begun], Field(min_length=1, max_length=MAX_PROMPTS * MAX_ANSWERS)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 Name = Annotated[str, StringConstraints(max_length=256)]
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=MAX_PATTERN)]
@@ -52,7 +60,7 @@ class Speculative(Strict):
     """Speculation of this request: the same answer either way, only sooner or later."""
 
     enabled: Flag = True
-    num_speculative_tokens: Annotated[Whole, Field(ge=0, le=1024)] | None = None
+    num_speculative_tokens: Annotated[Whole, within("num_speculative_tokens")] | None = None
 
     @property
     def num_tokens(self) -> int | None:
@@ -124,22 +132,22 @@ class Generation(Strict):
     model: Name | None = None
     stream: Flag = False
     stream_options: StreamOptions | None = None
-    n: Annotated[Whole, Field(ge=1, le=MAX_N)] = 1
-    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Number, Field(ge=1e-6, le=1)] | None = None
-    top_k: Annotated[Whole, Field(ge=-1, le=2**31)] | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    repetition_penalty: Annotated[Number, Field(ge=1e-3, le=100)] | None = None
-    presence_penalty: Annotated[Number, Field(ge=-100, le=100)] | None = None
-    frequency_penalty: Annotated[Number, Field(ge=-100, le=100)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_ANSWERS)] = 1
+    temperature: Annotated[Number, within("temperature")] | None = None
+    top_p: Annotated[Number, within("top_p")] | None = None
+    top_k: Annotated[Whole, within("top_k")] | None = None
+    min_p: Annotated[Number, within("min_p")] | None = None
+    seed: Annotated[Whole, within("seed")] | None = None
+    repetition_penalty: Annotated[Number, within("repetition_penalty")] | None = None
+    presence_penalty: Annotated[Number, within("presence_penalty")] | None = None
+    frequency_penalty: Annotated[Number, within("frequency_penalty")] | None = None
     logit_bias: (
-        Annotated[dict[TokenKey, Annotated[Number, Field(ge=-1e4, le=1e4)]], Field(max_length=MAX_BIASES)] | None
+        Annotated[dict[TokenKey, Annotated[Number, within("logit_bias")]], Field(max_length=MAX_BIASES)] | None
     ) = None
     bad_words: list[Stop] = Field([], max_length=MAX_STOP_STRINGS)
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
-    max_tokens: Annotated[Whole, Field(ge=1, le=2**31)] | None = None
-    min_tokens: Annotated[Whole, Field(ge=0, le=2**31)] = 0
+    max_tokens: Annotated[Whole, within("max_tokens")] | None = None
+    min_tokens: Annotated[Whole, within("min_tokens")] = 0
     ignore_eos: Flag = False
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_STRINGS)
@@ -152,16 +160,18 @@ class Generation(Strict):
     guided_regex: Pattern | None = None
     guided_choice: Annotated[list[Pattern], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     guided_grammar: Pattern | None = None
-    guided_max_whitespace: Annotated[Whole, Field(ge=1, le=MAX_WHITESPACE)] = 1  # between two parts of a JSON text
+    guided_max_whitespace: Annotated[Whole, within("max_whitespace")] = 1  # between two parts of a JSON text
     guided_close: Flag = True  # JSON that max_tokens would cut is closed in time
     return_token_ids: Flag = False  # with every choice: its tokens, their texts, and the place of each in a draft
     return_drafts: Flag = False  # with every piece of a stream: what had been drafted for it
     prediction: PredictedOutput | None = None  # what the answer will be like; the answer is the same without
+    continuation: Continuation | None = None  # of each answer: the tokens that it has; what is asked for is the rest
+    allow_learning: Flag = False  # a drafter that learns online may learn from this answer
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=256)] | None = None
     timeout: Annotated[Number, Field(gt=0, le=86400)] | None = None  # seconds; at most the server's own deadline
     request_id: RequestId | None = None  # becomes part of the answer's id; what the log calls it
     truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=2**31)] | None = None  # its last tokens; -1: what has room
-    prompt_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # not in a stream
+    prompt_logprobs: Annotated[Whole, within("prompt_logprobs")] | None = None  # not in a stream
 
     @model_validator(mode="before")
     @classmethod
@@ -267,7 +277,7 @@ class TemplateOptions(Strict):
 
 class ChatRequest(Generation):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[Whole, Field(ge=1, le=2**31)] | None = None
+    max_completion_tokens: Annotated[Whole, within("max_tokens")] | None = None
     logprobs: Flag = False
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
@@ -293,8 +303,8 @@ class CompletionRequest(Generation):
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    max_tokens: Annotated[Whole, Field(ge=0, le=2**31)] | None = None
+    logprobs: Annotated[Whole, within("logprobs")] | None = None
+    max_tokens: Annotated[Whole, within("max_tokens", least=0)] | None = None
     echo: Flag = False
     add_special_tokens: Flag = True
 

@@ -14,7 +14,7 @@ FOREIGN = "foreign_fields"  # the type of that error
 
 
 def _nullable(schema: dict[str, Any]) -> None:
-    """In the OpenAPI document as well: whatever may be left out may be null."""
+    """Whatever may be left out may be null, in the OpenAPI document as well."""
     required = schema.get("required", ())
     for name, given in schema.get("properties", {}).items():
         options = given.get("anyOf", [given])

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from outrider.commands import option
 
-FILES, HTTP = "Files", "HTTP"
+FILES, HTTP, RAY = "Files", "HTTP", "Replicas on Ray"
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 _CONFIG_HELP = "YAML with flags; those on the command line count more."
@@ -44,6 +44,41 @@ LogLevel = Annotated[
 KeyFile = Annotated[str | None, option(HTTP, "--ssl-keyfile", metavar="FILE", help="HTTPS: the private key.")]
 CertFile = Annotated[str | None, option(HTTP, "--ssl-certfile", metavar="FILE", help="HTTPS: the certificate.")]
 Origins = Annotated[str | None, option(HTTP, "--allowed-origins", metavar="JSON", help=_ORIGINS_HELP)]
+
+_ADDRESS_HELP = "Of a cluster. By default the one that runs here, or a new one; local: a new one."
+_REPLICAS_HELP = "Engines; 1:4: as many of those as there are requests for."
+_CPUS_HELP = "Processors that Ray sets aside for each."
+_TARGET_HELP = "Requests at once that a replica is meant to have, where their number is not fixed."
+
+UseRay = Annotated[bool, option(RAY, "--ray", help="Serve with replicas on a Ray cluster.")]
+RayAddress = Annotated[str | None, option(RAY, "--ray-address", metavar="ADDRESS", help=_ADDRESS_HELP)]
+NumReplicas = Annotated[str, option(RAY, "--num-replicas", metavar="N", help=_REPLICAS_HELP)]
+CpusPerReplica = Annotated[float, option(RAY, "--cpus-per-replica", metavar="X", help=_CPUS_HELP, min=0)]
+TargetRequests = Annotated[int, option(RAY, "--target-requests", metavar="N", help=_TARGET_HELP, min=1)]
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Where replicas run, and how many."""
+
+    ray: UseRay = False
+    ray_address: RayAddress = None
+    num_replicas: NumReplicas = "1"
+    cpus_per_replica: CpusPerReplica = 1.0
+    target_requests: TargetRequests = 16
+
+    def checked(self) -> RayOptions:
+        fewest, most = self.replicas
+        if not 1 <= fewest <= most:
+            raise ValueError(f"--num-replicas {self.num_replicas} must be a number, or two of them as in 1:4")
+        return self
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """The fewest, and the most."""
+        fewest, _, most = self.num_replicas.partition(":")
+        given = [fewest, most or fewest]
+        return tuple(int(each) if each.isdigit() else 0 for each in given)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ import socket
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from outrider.server.app import Application
 from outrider.server.connections import PatientProtocol, connection_limit
 from outrider.server.log import log
 
@@ -20,13 +20,34 @@ SPARE_CONNECTIONS = 256  # beyond one for each sequence that may wait or run
 FLUSH_SECONDS = 5  # for answers that are on their way to a slow client
 
 
+class Served(Protocol):
+    """Whom a server asks how much there is to do, and tells to end."""
+
+    capacity: int
+    num_sequences: int
+
+    @property
+    def is_idle(self) -> bool: ...
+    @property
+    def is_dead(self) -> bool: ...
+    def drain(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+class ServedApplication(Protocol):
+    asgi: ASGIApp
+
+    @property
+    def engine(self) -> Served: ...
+
+
 class Server(uvicorn.Server):
     """After the first SIGTERM or SIGINT running requests finish, for `drain` seconds at most; new ones are refused.
     With `exit_on_death` it also ends when the engine has, so that whoever supervises the process starts it again."""
 
     def __init__(
         self,
-        application: Application,
+        application: ServedApplication,
         host: str,
         port: int,
         drain: float = 30.0,

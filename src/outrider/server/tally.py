@@ -36,7 +36,7 @@ class Count:
         return family
 
 
-class Spread:
+class Histogram:
     """A histogram."""
 
     def __init__(self, name: str, about: str, bounds: Sequence[float]) -> None:
@@ -59,11 +59,11 @@ class Spread:
 
 
 class Tally(Collector):
-    """All of them, for one model. One thread counts, any may ask."""
+    """All figures of one model. One thread counts, any may ask."""
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._figures: list[Count | Spread] = []
+        self._figures: list[Count | Histogram] = []
 
     def count(self, name: str, about: str, label: str | None = None) -> Count:
         """Prometheus adds _total to the name."""
@@ -71,8 +71,8 @@ class Tally(Collector):
         self._figures.append(made)
         return made
 
-    def spread(self, name: str, about: str, bounds: Sequence[float]) -> Spread:
-        made = Spread(name, about, bounds)
+    def spread(self, name: str, about: str, bounds: Sequence[float]) -> Histogram:
+        made = Histogram(name, about, bounds)
         self._figures.append(made)
         return made
 

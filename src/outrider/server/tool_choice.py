@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from outrider.sampling_params import Guided, SamplingParams
 from outrider.server.errors import bad_request
-from outrider.server.messages import Reading
-from outrider.server.parsers import ParserNames, Wanted, reasoning_parsers, special_ids, tool_parsers
+from outrider.server.messages import AnswerReading
+from outrider.server.parsers import ParserNames, WantedCalls, reasoning_parsers, special_ids, tool_parsers
 from outrider.server.schema import ChatRequest, NamedTool, Tool
 from outrider.tokenizer import Tokenizer
 
@@ -18,11 +18,11 @@ def offered(body: ChatRequest) -> Sequence[Tool]:
     return (body.tools or []) if body.tool_choice != "none" else []
 
 
-def reading_of(tokenizer: Tokenizer | None, parsers: ParserNames, body: ChatRequest) -> Reading:
+def reading_of(tokenizer: Tokenizer | None, parsers: ParserNames, body: ChatRequest) -> AnswerReading:
     tools = {tool.function.name: tool.function.parameters for tool in offered(body)}
     if not tools:
         parsers = ParserNames(None, parsers.reasoning)
-    return Reading(
+    return AnswerReading(
         names=parsers,
         tools=tools,
         shown=tuple(special_ids(tokenizer, marks_of(parsers)).values()),
@@ -32,7 +32,7 @@ def reading_of(tokenizer: Tokenizer | None, parsers: ParserNames, body: ChatRequ
 
 
 def marks_of(parsers: ParserNames) -> list[str]:
-    """All texts that the parsers look for."""
+    """Every text that the parsers of an answer look for."""
     tools = tool_parsers[parsers.tools].marks if parsers.tools is not None else ()
     reasoning = reasoning_parsers[parsers.reasoning].marks() if parsers.reasoning is not None else ()
     return [*tools, *reasoning]
@@ -51,7 +51,9 @@ def check_tools(parsers: ParserNames, body: ChatRequest) -> None:
             raise bad_request(f"tool_choice names {wanted!r}, which is not among the tools", "tool_choice")
 
 
-def bound(params: SamplingParams, tokenizer: Tokenizer | None, reading: Reading, body: ChatRequest) -> SamplingParams:
+def bound(
+    params: SamplingParams, tokenizer: Tokenizer | None, reading: AnswerReading, body: ChatRequest
+) -> SamplingParams:
     """With the call that tool_choice asks for; whatever binds the answer begins after the reasoning."""
     guided = params.guided
     call = _forced_call(tokenizer, reading, body)
@@ -64,7 +66,7 @@ def bound(params: SamplingParams, tokenizer: Tokenizer | None, reading: Reading,
     return replace(params, guided=guided, shown_special_ids=reading.shown)
 
 
-def _forced_call(tokenizer: Tokenizer | None, reading: Reading, body: ChatRequest) -> Guided | None:
+def _forced_call(tokenizer: Tokenizer | None, reading: AnswerReading, body: ChatRequest) -> Guided | None:
     choice = body.tool_choice
     if choice != "required" and not isinstance(choice, NamedTool):
         return None
@@ -75,7 +77,7 @@ def _forced_call(tokenizer: Tokenizer | None, reading: Reading, body: ChatReques
     tools = {name: reading.tools[name] for name in named}
     template = (tokenizer.template_text(tools=True) if tokenizer is not None else None) or ""
     try:
-        wanted = Wanted(tools, several, special_ids(tokenizer, form.marks), template)
+        wanted = WantedCalls(tools, several, special_ids(tokenizer, form.marks), template)
         return Guided(structural_tag=form.forced(wanted))
     except ValueError as error:
         raise bad_request(str(error), "tools") from error

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.drafters.base import Drafter
 from outrider.drafters.fresh import Fresh
 from outrider.layers.block import Block
@@ -35,6 +36,15 @@ def write_drafter(directory: Path, config: Mapping[str, Any], tensors: Mapping[s
     }
     _replace(directory / WEIGHTS, lambda path: save_file(stored, str(path), {"format": "pt"}))
     _replace(directory / CONFIG, lambda path: path.write_text(json.dumps(dict(config), indent=2) + "\n"))
+
+
+def read_fresh(directory: Path) -> Fresh:
+    """A drafter on disk, to go on from."""
+    checkpoint = open_checkpoint(directory)
+    try:
+        return Fresh(dict(checkpoint.config), {name: checkpoint.tensor(name).clone() for name in checkpoint.names()})
+    finally:
+        checkpoint.close()
 
 
 def begin_drafter(directory: Path, fresh: Fresh) -> None:

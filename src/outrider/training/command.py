@@ -23,6 +23,8 @@ _TARGET_HELP = "The target: a directory, a .gguf file or a hub id. Without it, t
 _DATA_HELP = "Prompts: chat JSONL, ShareGPT's JSON, or plain text in a .txt file. Again for more."
 _OUT_HELP = "Where the drafter goes, with its card, its picture and its README."
 _REGENERATE_HELP = "yes: the target answers the prompts itself. no: the answers in the data are its own already."
+_TEXTS_HELP = "Learn from the texts.safetensors of an earlier run: nothing is generated. Again for more."
+_TEXTS_ONLY_HELP = "Write the target's texts into --out, for --texts of other runs, and stop."
 _INIT_HELP = "Go on from this drafter instead of a new one."
 _WARM_HELP = "Begin as a copy of the target's last layer, where shapes agree."
 _VOCABULARY_HELP = "Tokens that it can say: as many as the target says most often. By default, all."
@@ -41,6 +43,10 @@ def train_command(
     patience: Annotated[int, option(LENGTH, "--patience", metavar="N", help=_PATIENCE_HELP)] = 5,
     validations: Annotated[int, option(LENGTH, "--validations", metavar="N", help="Validations in the run.")] = 8,
     regenerate: Annotated[str, option(DATA, "--regenerate", metavar="yes|no", help=_REGENERATE_HELP)] = "yes",
+    texts: Annotated[
+        list[Path] | None, option(DATA, "--texts", metavar="FILE", help=_TEXTS_HELP, exists=True, dir_okay=False)
+    ] = None,
+    texts_only: Annotated[bool, option(DATA, "--texts-only", help=_TEXTS_ONLY_HELP)] = False,
     samples: Annotated[int, option(DATA, "--samples", metavar="N", help="Answers to each prompt.")] = 1,
     temperatures: Annotated[str, option(DATA, "--temperatures", metavar="LIST", help="Of the answers.")] = "0,0,0.7,1",
     answer_tokens: Annotated[int, option(DATA, "--answer-tokens", metavar="N", help="Longest answer.")] = 256,
@@ -73,8 +79,8 @@ def train_command(
     tokens_per_step: Annotated[
         int | None, option(LEARNING, "--tokens-per-step", metavar="N", help="Of all processes together.")
     ] = None,
-    matrix_rate: Annotated[float, option(LEARNING, "--matrix-rate", metavar="X", help="Muon's learning rate.")] = 2e-3,
-    rate: Annotated[float, option(LEARNING, "--rate", metavar="X", help="AdamW's, for all that is no matrix.")] = 3e-4,
+    matrix_rate: Annotated[float, option(LEARNING, "--matrix-rate", metavar="X", help="Muon's learning rate.")] = 1e-2,
+    rate: Annotated[float, option(LEARNING, "--rate", metavar="X", help="AdamW's, for all that is no matrix.")] = 1e-3,
     seed: Annotated[int, option(LEARNING, "--seed", metavar="S", help="Of data, order and first weights.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -103,7 +109,7 @@ def train_command(
         from outrider.training.options import TrainOptions
         from outrider.training.regenerate import Regeneration
         from outrider.training.report import shown, write_report
-        from outrider.training.run import train
+        from outrider.training.run import train, write_texts
         from outrider.training.world import joined
     options = TrainOptions(
         method=method,
@@ -126,6 +132,8 @@ def train_command(
         tokens_per_step=tokens_per_step,
         rates=Rates(matrices=matrix_rate, others=rate),
         regenerate=_yes(regenerate),
+        texts=tuple(texts or ()),
+        texts_only=texts_only,
         samples=samples,
         generate_minutes=generate_minutes,
         answers=Regeneration(
@@ -147,6 +155,11 @@ def train_command(
         limit=limit,
         threads=threads,
     )
+    if texts_only:
+        with shown(consoles.about) as on_progress:
+            path, count = write_texts(options, on_progress)
+        typer.echo(json.dumps({"texts": str(path), "count": count}) if as_json else f"{count} texts in {path}")
+        return
     with joined(options) as (options, world), shown(consoles.about) as on_progress:
         result = train(options, world, on_progress)
     if world.rank == 0:

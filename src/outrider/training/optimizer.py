@@ -16,8 +16,8 @@ NUM_ITERATIONS = 5
 
 @dataclass(frozen=True)
 class Rates:
-    matrices: float = 2e-3  # Muon
-    others: float = 3e-4  # AdamW
+    matrices: float = 1e-2  # Muon
+    others: float = 1e-3  # AdamW
     weight_decay: float = 0.0
     momentum: float = 0.95
     betas: tuple[float, float] = (0.9, 0.95)
@@ -105,6 +105,16 @@ class Optimizer:
         torch._foreach_addcdiv_(parameters, first, size, -rate / (1 - low**count))
 
     # state
+
+    @torch.no_grad()
+    def begin_again(self, values: Mapping[str, Tensor]) -> None:
+        """From these weights, as if nothing had been learnt since."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(values[name])
+            self.average[name].copy_(values[name])
+        for kept in (self.momenta, self.first, self.second):
+            torch._foreach_zero_(list(kept.values()))
+        self.num_steps = 0
 
     def state(self) -> dict[str, Tensor]:
         kinds: dict[str, Mapping[str, Tensor]] = {

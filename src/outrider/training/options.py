@@ -42,6 +42,8 @@ class TrainOptions:
     tokens_per_step: int | None = None
     rates: Rates = field(default_factory=Rates)
     regenerate: bool = True
+    texts: tuple[Path, ...] = ()  # of earlier runs, to learn from: nothing is generated
+    texts_only: bool = False
     samples: int = 1  # answers to each prompt
     generate_minutes: float | None = None
     answers: Regeneration = field(default_factory=Regeneration)
@@ -60,7 +62,9 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if not self.answers.max_len:  # a text is as long as a row
             object.__setattr__(self, "answers", replace(self.answers, max_len=self.row_length))
-        if (self.minutes is None) == (self.max_steps is None):
+        if self.texts_only and (self.minutes, self.max_steps, self.texts) != (None, None, ()):
+            raise ValueError("--texts-only trains nothing: leave out --minutes, --max-steps and --texts")
+        if not self.texts_only and (self.minutes is None) == (self.max_steps is None):
             raise ValueError("say how long to train: --minutes N or --max-steps N")
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"--minutes must be above 0, not {self.minutes:g}")
@@ -87,7 +91,7 @@ class TrainOptions:
     @property
     def num_rows(self) -> int:
         """Of a step."""
-        tokens = self.tokens_per_step or (65536 if self.torch_device.type == "cuda" else 2048)
+        tokens = self.tokens_per_step or (16384 if self.torch_device.type == "cuda" else 2048)
         return max(tokens // self.row_length, 1)
 
     def identity(self) -> dict[str, Any]:
@@ -103,6 +107,7 @@ class TrainOptions:
             "data": [str(path) for path in self.data],
             "limit": self.limit,
             "regenerate": self.regenerate,
+            "texts": [str(path) for path in self.texts],
             "samples": self.samples,
             "held_out": self.num_held_out,
             "answers": {**asdict(self.answers), "temperatures": list(self.answers.temperatures)},

@@ -4,6 +4,7 @@ A drafter that learns from anybody else's answers foresees somebody who is not t
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -46,9 +47,13 @@ class _Thread:
 
 
 def regenerate(
-    llm: LLM, conversations: Sequence[Conversation], how: Regeneration, on_progress: OnProgress | None = None
+    llm: LLM,
+    conversations: Sequence[Conversation],
+    how: Regeneration,
+    on_progress: OnProgress | None = None,
+    deadline: float | None = None,
 ) -> list[Text]:
-    """Turn by turn, all conversations together."""
+    """Turn by turn, all conversations together. `deadline`: of time.monotonic(), when no further turn begins."""
     tokenizer, pick = llm.get_tokenizer(), random.Random(how.seed)
     threads = [_begin(each, how, pick, tokenizer, llm.max_model_len) for each in conversations]
     active = [thread for thread in threads if thread is not None]
@@ -56,7 +61,7 @@ def regenerate(
     limit = min(how.max_len, llm.max_model_len - 1)
     for turn in range(how.max_turns):
         active = [thread for thread in active if len(thread.tokens) < limit]
-        if not active:
+        if not active or (turn and deadline is not None and time.monotonic() > deadline):
             break
         outputs = llm.generate(
             [list(thread.tokens) for thread in active],
@@ -67,7 +72,8 @@ def regenerate(
         for thread, output in zip(active, outputs, strict=True):
             thread.add(output.outputs[0].token_ids, True)
             done = output.outputs[0].finish_reason == "length"
-            if not done and _goes_on(thread, output.outputs[0].text, tokenizer):
+            answer = tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+            if not done and _goes_on(thread, answer, tokenizer):
                 going_on.append(thread)
             else:
                 finished.append(thread)
@@ -77,7 +83,7 @@ def regenerate(
 
 def _params(thread: _Thread, how: Regeneration, limit: int) -> SamplingParams:
     room = max(min(how.max_tokens, limit - len(thread.tokens)), 1)
-    return SamplingParams(max_tokens=room, temperature=thread.temperature, seed=thread.seed)
+    return SamplingParams(max_tokens=room, temperature=thread.temperature, seed=thread.seed, detokenize=False)
 
 
 def _begin(

@@ -24,18 +24,18 @@ from outrider.llm import LLM
 from outrider.models.base import Target
 from outrider.preflight import WithoutMemory
 from outrider.tokenizer import Tokenizer
-from outrider.training.checkpoint import load_state, write_drafter
+from outrider.training.checkpoint import load_state, read_fresh, write_drafter
 from outrider.training.conversations import Conversation, check_template, read_all
 from outrider.training.course import Course, OnProgress, Progress, Result
 from outrider.training.dialects import in_speculators_format
 from outrider.training.options import LOSSES, TrainOptions, parts_of, trainable_method
 from outrider.training.regenerate import as_they_are, regenerate
 from outrider.training.teacher import Teacher, check_target
-from outrider.training.texts import Text, counted, coverage, frequent, load_texts, pack, save_texts, usable
+from outrider.training.texts import Text, counted, coverage, frequent, load_texts, pack, read_texts, save_texts, usable
 from outrider.training.trainer import ALONE, Lessons, Trainer, World
 from outrider.types import Checkpoint
 
-BATCH = 2048  # conversations that are answered at a time
+BATCH = 512  # conversations that are answered at a time
 CACHE_BYTES = 4 * 2**30  # of the engine that validates, on a GPU: the rest is for training
 
 
@@ -44,12 +44,23 @@ def train(options: TrainOptions, world: World = ALONE, on_progress: OnProgress |
     return Run(options, world, on_progress or (lambda progress: None)).go()
 
 
+def write_texts(options: TrainOptions, on_progress: OnProgress | None = None) -> tuple[Path, int]:
+    """The target's answers alone, for runs that will be told of the file (`texts`). Returns it, and how many."""
+    run = Run(options, ALONE, on_progress or (lambda progress: None))
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with run._llm(None) as llm:
+        return run.texts_path, len(run._texts(llm))
+
+
 class Run:
     def __init__(self, options: TrainOptions, world: World, on_progress: OnProgress) -> None:
         self.options, self.world, self.on_progress = options, world, on_progress
         self.folder = options.out / "training"
         self.texts_path, self.start = self.folder / "texts.safetensors", self.folder / "start"
-        self.settings = SpeculativeConfig(model=str(self.start), num_speculative_tokens=options.depth, force=True)
+        method = "mtp" if options.method == "mtp" else None  # modules that the target came with have its config.json
+        self.settings = SpeculativeConfig(
+            method=method, model=str(self.start), num_speculative_tokens=options.depth, force=True
+        )
         self.seconds: dict[str, float] = {}
         conversations = read_all(options.data, options.limit)
         checkpoint = open_checkpoint(options.target)
@@ -60,7 +71,7 @@ class Run:
         finally:
             checkpoint.close()
         check_template(conversations, self.tokenizer, str(options.target), chat=options.answers.chat)
-        if not options.regenerate and not any(each.has_answers for each in conversations):
+        if not options.regenerate and not options.texts and not any(each.has_answers for each in conversations):
             raise ValueError(
                 f"{_named(options.data)} holds no answers: leave out --regenerate no, so that the target answers"
             )
@@ -72,6 +83,8 @@ class Run:
         if self.saved is not None and not options.resume:
             raise ValueError(f"{options.out} holds a run: --resume goes on with it, or choose another --out")
         self.learnt_from, self.held_out = split(conversations, options.num_held_out, options.seed)
+        if options.texts:  # all that is asked is whether they have helped
+            self.held_out = conversations[: options.num_held_out]
 
     def go(self) -> Result:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -100,36 +113,43 @@ class Run:
             return
         with self._llm(None) as llm:
             if texts is None:
-                with self._timed("generate"):
-                    texts = self._regenerated(llm) if self.options.regenerate else self._given()
-                if not texts:
-                    raise ValueError(
-                        f"nothing is left of {_named(self.options.data)}: every prompt is longer than the "
-                        f"{self.options.answers.max_len} tokens of a text: raise --row-len, or give shorter prompts"
-                    )
-                save_texts(self.texts_path, texts, self.options.source())
+                texts = self._texts(llm)
             if self.saved is None:
                 fresh = self._fresh(llm.target, usable(texts, self.options.row_length))
                 write_drafter(self.start, fresh.config, fresh.tensors)
+
+    def _texts(self, llm: LLM) -> list[Text]:
+        with self._timed("generate"):
+            if self.options.texts:
+                texts = [text for path in self.options.texts for text in read_texts(path, llm.target.embed.vocab_size)]
+            else:
+                texts = self._regenerated(llm) if self.options.regenerate else self._given()
+        if not texts:
+            raise ValueError(
+                f"nothing is left of {_named(self.options.data)}: every prompt is longer than the "
+                f"{self.options.answers.max_len} tokens of a text: raise --row-len, or give shorter prompts"
+            )
+        save_texts(self.texts_path, texts, self.options.source())
+        return texts
 
     def _given(self) -> list[Text]:
         assert self.tokenizer is not None
         return as_they_are(self.learnt_from, self.tokenizer, chat=self.options.answers.chat)
 
     def _regenerated(self, llm: LLM) -> list[Text]:
-        options, begin = self.options, time.monotonic()
-        limit = options.generate_minutes * 60 if options.generate_minutes is not None else None
+        options, minutes = self.options, self.options.generate_minutes
+        deadline = None if minutes is None else time.monotonic() + 60 * minutes
         asked = list(self.learnt_from) * options.samples
         texts: list[Text] = []
         for first in range(0, len(asked), BATCH):
-            if limit is not None and time.monotonic() - begin > limit:
+            if deadline is not None and time.monotonic() > deadline:
                 break
             how = replace(options.answers, seed=options.seed * 7919 + first)
 
             def shown(done: int, total: int, first: int = first) -> None:
                 self.on_progress(Progress("the target answers", first + done, len(asked)))
 
-            texts += regenerate(llm, asked[first : first + BATCH], how, shown)
+            texts += regenerate(llm, asked[first : first + BATCH], how, shown, deadline)
         return texts
 
     # the drafter
@@ -182,7 +202,12 @@ class Run:
             window=options.window,
             seed=options.seed,
         )
-        fresh = trainable_method(options.method).fresh(target, plan)
+        method = trainable_method(options.method)
+        checkpoint = open_checkpoint(options.target)
+        try:
+            fresh = method.found_in(target, checkpoint, plan) or method.fresh(target, plan)
+        finally:
+            checkpoint.close()
         if options.dialect == "speculators":
             return in_speculators_format(fresh, options.method, str(options.target), options.depth)
         return fresh
@@ -231,15 +256,6 @@ def outline_of(checkpoint: Checkpoint) -> Target:
     """A target without weights."""
     with building(torch.device("cpu"), torch.float32), WithoutMemory():
         return build_target(checkpoint)
-
-
-def read_fresh(directory: Path) -> Fresh:
-    """A drafter on disk, to go on from."""
-    checkpoint = open_checkpoint(directory)
-    try:
-        return Fresh(dict(checkpoint.config), {name: checkpoint.tensor(name).clone() for name in checkpoint.names()})
-    finally:
-        checkpoint.close()
 
 
 def training_copy(llm: LLM, settings: SpeculativeConfig) -> Drafter:

@@ -28,12 +28,12 @@ def check_target(target: Target) -> None:
 
 
 class Teacher:
-    def __init__(self, target: Target, taps: tuple[int, ...], rows: Rows) -> None:
-        """`rows`: what it will be asked to read is made of such."""
+    def __init__(self, target: Target, taps: tuple[int, ...], rows: Rows, most_documents: int | None = None) -> None:
+        """`rows`: what it will be asked to read is made of such, each of so many documents at most."""
         check_target(target)
         self.target, self.taps = target, taps
         self.rows_at_once = max(MAX_TOKENS // rows.tokens.shape[1], 1)
-        self.num_pages = pages_of(rows, self.rows_at_once)
+        self.num_pages = pages_of(rows, self.rows_at_once, most_documents)
         parameter = next(target.parameters())
         self.device, dtype = parameter.device, parameter.dtype
         size = (self.num_pages + 1, PAGE_SIZE)
@@ -116,6 +116,7 @@ def document_starts(rows: Rows) -> Tensor:
     return torch.cat([changes.flatten().nonzero()[:, 0], torch.tensor([rows.tokens.numel()])])
 
 
-def pages_of(rows: Rows, num_rows: int) -> int:
+def pages_of(rows: Rows, num_rows: int, most_documents: int | None = None) -> int:
     """How many pages any `num_rows` of them take at most."""
-    return num_rows * (-(-rows.tokens.shape[1] // PAGE_SIZE) + rows.most_documents + 1)
+    most = rows.most_documents if most_documents is None else most_documents
+    return num_rows * (-(-rows.tokens.shape[1] // PAGE_SIZE) + most + 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
@@ -52,7 +52,20 @@ def load_texts(path: Path, settings: dict[str, Any]) -> list[Text] | None:
     with safe_open(str(path), "numpy") as file:
         if (file.metadata() or {}).get("settings") != json.dumps(settings, sort_keys=True):
             return None
-        tokens, learnt, lengths = (file.get_tensor(name) for name in ("tokens", "learnt", "lengths"))
+    return read_texts(path)
+
+
+def read_texts(path: Path, vocab_size: int | None = None) -> list[Text]:
+    """Whatever they came from. `vocab_size`: of the target that is to know them."""
+    try:
+        with safe_open(str(path), "numpy") as file:
+            tokens, learnt, lengths = (file.get_tensor(name) for name in ("tokens", "learnt", "lengths"))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} holds no texts of a run ({error}): give the texts.safetensors of one") from error
+    if vocab_size is not None and len(tokens) and int(tokens.max()) >= vocab_size:
+        raise ValueError(
+            f"{path} holds token {int(tokens.max())}, and the target knows {vocab_size}: it was another target's run"
+        )
     ends = np.cumsum(lengths)
     return [Text(tokens[end - size : end], learnt[end - size : end]) for size, end in zip(lengths, ends, strict=True)]
 

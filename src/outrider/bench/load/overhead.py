@@ -28,8 +28,8 @@ WANTED = 0.9
 
 
 @dataclass(frozen=True)
-class Pass:
-    """All prompts, answered once."""
+class OverheadRun:
+    """One run of the overhead benchmark: all prompts, answered once."""
 
     seconds: float
     texts: list[str]
@@ -48,7 +48,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Task:
+class OverheadTask:
     prompts: Sequence[str]
     max_tokens: int
     concurrency: int
@@ -57,7 +57,7 @@ class Task:
         return [[{"role": "user", "content": text}] for text in self.prompts]
 
 
-def measure(options: EngineOptions, task: Task, num_runs: int, progress: Progress | None) -> dict[str, Any]:
+def measure(options: EngineOptions, task: OverheadTask, num_runs: int, progress: Progress | None) -> dict[str, Any]:
     """Opens an engine and a server of the same choices, and lets them answer the same chats in turn."""
     threads = options.threads or 1
     options = replace(options, threads=threads)
@@ -72,15 +72,15 @@ def measure(options: EngineOptions, task: Task, num_runs: int, progress: Progres
 
 
 def run_in_turn(
-    llm: LLM, server: ServerProcess, task: Task, num_runs: int, progress: Progress | None = None
-) -> dict[str, list[Pass]]:
+    llm: LLM, server: ServerProcess, task: OverheadTask, num_runs: int, progress: Progress | None = None
+) -> dict[str, list[OverheadRun]]:
     """Every side once to warm up, then `num_runs` times, never in the same order twice in a row."""
-    sides: dict[str, Callable[[], Pass]] = {
+    sides: dict[str, Callable[[], OverheadRun]] = {
         OFFLINE: lambda: alone(llm, task),
         STREAMED: lambda: served(server, task, stream=True),
         WHOLE: lambda: served(server, task, stream=False),
     }
-    names, passes = list(sides), {name: list[Pass]() for name in sides}
+    names, passes = list(sides), {name: list[OverheadRun]() for name in sides}
     total = len(names) * (num_runs + 1)
     for number in range(total):
         turn, place = divmod(number, len(names))
@@ -93,17 +93,17 @@ def run_in_turn(
     return passes
 
 
-def alone(llm: LLM, task: Task) -> Pass:
+def alone(llm: LLM, task: OverheadTask) -> OverheadRun:
     """As a server must: the chat template and the tokenizer are part of it."""
     params = SamplingParams(temperature=0, max_tokens=task.max_tokens, ignore_eos=True)
     cpu, begin = time.process_time(), time.perf_counter()
     outputs = llm.chat(task.messages(), params)
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     texts = [output.outputs[0].text for output in outputs]
-    return Pass(seconds, texts, sum(len(output.outputs[0].token_ids) for output in outputs), cpu)
+    return OverheadRun(seconds, texts, sum(len(output.outputs[0].token_ids) for output in outputs), cpu)
 
 
-def served(server: ServerProcess, task: Task, *, stream: bool) -> Pass:
+def served(server: ServerProcess, task: OverheadTask, *, stream: bool) -> OverheadRun:
     options: dict[str, Any] = {"temperature": 0, "max_tokens": task.max_tokens, "ignore_eos": True}
     if stream:
         options |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -113,7 +113,7 @@ def served(server: ServerProcess, task: Task, *, stream: bool) -> Pass:
     seconds = time.perf_counter() - begin
     client, cpu = time.process_time() - client, server.cpu_seconds - cpu
     read = [_read(answer) for answer in answers]
-    return Pass(seconds, [text for text, _ in read], sum(count for _, count in read), cpu, client)
+    return OverheadRun(seconds, [text for text, _ in read], sum(count for _, count in read), cpu, client)
 
 
 def _read(answer: Streamed) -> tuple[str, int]:
@@ -126,7 +126,7 @@ def _read(answer: Streamed) -> tuple[str, int]:
     return text, int(chunks[-1]["usage"]["completion_tokens"])
 
 
-def to_dict(passes: dict[str, list[Pass]], task: Task, threads: int) -> dict[str, Any]:
+def to_dict(passes: dict[str, list[OverheadRun]], task: OverheadTask, threads: int) -> dict[str, Any]:
     plain = passes[OFFLINE]
     report: dict[str, Any] = {
         "benchmark": "bench overhead",

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from outrider.bench.interleave import Progress
 from outrider.bench.load.serve_client import Asking
-from outrider.bench.load.serve_load import Load, Outcome, connect, run_load, served_model
+from outrider.bench.load.serve_load import Load, LoadOutcome, connect, run_load, served_model
 from outrider.bench.prompts import WORKLOADS, PromptText
 
 
 @dataclass(frozen=True)
-class Server:
+class LoadedServer:
     base_url: str
     model: str | None
     api_key: str | None
@@ -19,8 +19,8 @@ class Server:
 
 
 async def measure(
-    server: Server, asking: Asking, prompts: list[PromptText], load: Load, progress: Progress | None = None
-) -> Outcome:
+    server: LoadedServer, asking: Asking, prompts: list[PromptText], load: Load, progress: Progress | None = None
+) -> LoadOutcome:
     """Everything that touches the server. `asking.model` is filled in from what it says."""
     async with connect(server.base_url, server.api_key, server.timeout) as client:
         asking = Asking(**vars(asking) | {"model": await served_model(client, server.model)})

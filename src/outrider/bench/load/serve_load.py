@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.bench.interleave import Progress
 from outrider.bench.load.serve_client import Answered, Asking, ask
-from outrider.bench.load.serve_metrics import Drafting, drafting_from
+from outrider.bench.load.serve_metrics import DraftingFigures, drafting_from
 from outrider.bench.load.streaming import TIMEOUT, Streams
 from outrider.bench.prompts import PromptText
 from outrider.extras import extra_missing
@@ -58,20 +58,21 @@ class Load:
         source = random.Random(f"thinking-{self.seed}")
         return [source.expovariate(1 / self.think_seconds) for _ in range(self.num_prompts)]
 
-    def choose(self, prompts: Sequence[PromptText]) -> list[PromptText]:
-        """All of them in an order of this seed's, and again, until there are enough."""
+    def choose(self, prompts: Sequence[PromptText]) -> tuple[list[PromptText], list[PromptText]]:
+        """Those that are counted, and others to warm up with, or a server would know the first ones already: all in an
+        order of this seed's, and again, until there are enough."""
         source, chosen = random.Random(self.seed), list[PromptText]()
-        while len(chosen) < self.num_prompts:
+        while len(chosen) < self.num_prompts + self.num_warm_ups:
             chosen += source.sample(list(prompts), len(prompts))
-        return chosen[: self.num_prompts]
+        return chosen[: self.num_prompts], chosen[self.num_prompts :][: self.num_warm_ups]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LoadOutcome:
     answers: list[Answered]
     seconds: float
     asking: Asking
-    drafting: Drafting | None  # of the server's own counters, over the same time
+    drafting: DraftingFigures | None  # of the server's own counters, over the same time
     num_distinct: int | None = None  # prompts; where requests are more, they came again
 
 
@@ -133,19 +134,20 @@ async def settle(streams: Streams, asking: Asking, prompt: PromptText) -> Asking
 
 async def run_load(
     client: httpx.AsyncClient, asking: Asking, prompts: Sequence[PromptText], load: Load, progress: Progress | None
-) -> Outcome:
+) -> LoadOutcome:
     key = client.headers.get("authorization")
     headers = {"Authorization": key} if key else {}
     async with Streams(str(client.base_url), headers, client.timeout.read or TIMEOUT) as streams:
-        asking = await settle(streams, asking, prompts[0])
-        warm = replace(load, num_prompts=load.num_warm_ups, request_rate=None)
-        await _ask_all(streams, asking, warm.choose(prompts), warm, _named(progress, "warming up"))
+        counted, others = load.choose(prompts)
+        asking = await settle(streams, asking, others[-1] if others else counted[-1])
+        warm = replace(load, request_rate=None)
+        await _ask_all(streams, asking, others, warm, _named(progress, "warming up"))
         before = await _counters(client)
         begin = time.perf_counter()
-        answers = await _ask_all(streams, asking, load.choose(prompts), load, _named(progress, "requests"))
+        answers = await _ask_all(streams, asking, counted, load, _named(progress, "requests"))
         seconds = max((answer.sent + answer.seconds for answer in answers), default=begin) - begin
         after = await _counters(client)
-    return Outcome(answers, seconds, asking, drafting_from(before, after), len(set(prompts)))
+    return LoadOutcome(answers, seconds, asking, drafting_from(before, after), len(set(prompts)))
 
 
 async def _ask_all(

@@ -18,7 +18,7 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftingFigures:
     num_drafts: int  # rounds that had one
     num_draft_tokens: int
     num_accepted: int
@@ -65,7 +65,7 @@ def counters_in(text: str) -> dict[str, float]:
     return found
 
 
-def drafting_from(before: str, after: str) -> Drafting | None:
+def drafting_from(before: str, after: str) -> DraftingFigures | None:
     """What happened between two readings of /metrics; None where nothing was drafted or counted."""
     old, new = counters_in(before), counters_in(after)
     moved = {name: round(value - old.get(name, 0.0)) for name, value in new.items()}
@@ -74,7 +74,7 @@ def drafting_from(before: str, after: str) -> Drafting | None:
     prefix = "accepted_tokens_per_pos/"
     places = [int(name.removeprefix(prefix)) for name in moved if name.startswith(prefix)]
     accepted_at = tuple(moved.get(f"{prefix}{place}", 0) for place in range(max(places, default=-1) + 1))
-    return Drafting(
+    return DraftingFigures(
         num_drafts=moved["drafts"],
         num_draft_tokens=moved.get("draft_tokens", 0),
         num_accepted=moved.get("accepted_tokens", 0),
@@ -83,7 +83,7 @@ def drafting_from(before: str, after: str) -> Drafting | None:
     )
 
 
-def drafting_of(answers: Iterable[dict[str, Any] | None]) -> Drafting | None:
+def drafting_of(answers: Iterable[dict[str, Any] | None]) -> DraftingFigures | None:
     """The sum over answers that say how their drafting went."""
     made = [answer for answer in answers if answer is not None]
     num_drafts = sum(answer["num_spec_steps"] for answer in made)
@@ -94,7 +94,7 @@ def drafting_of(answers: Iterable[dict[str, Any] | None]) -> Drafting | None:
         for accepted, count in enumerate(answer["acceptance_histogram"]):
             histogram[accepted] += count
     at_least = list(accumulate(reversed(histogram)))[::-1]  # rounds that accepted so many or more
-    return Drafting(
+    return DraftingFigures(
         num_drafts=num_drafts,
         num_draft_tokens=sum(answer["num_draft_tokens"] for answer in made),
         num_accepted=sum(answer["num_accepted_draft_tokens"] for answer in made),

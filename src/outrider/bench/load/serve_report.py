@@ -12,8 +12,8 @@ from rich.console import Console
 
 from outrider import __version__
 from outrider.bench.load.serve_client import Answered
-from outrider.bench.load.serve_load import Load, Outcome
-from outrider.bench.load.serve_metrics import Drafting, drafting_of
+from outrider.bench.load.serve_load import Load, LoadOutcome
+from outrider.bench.load.serve_metrics import DraftingFigures, drafting_of
 
 GOALS = ("ttft", "tpot", "e2el")  # what goodput may ask for, in vLLM's names
 WIDTH = 50
@@ -27,7 +27,7 @@ TITLES = {
 
 
 @dataclass(frozen=True)
-class Figures:
+class LatencyFigures:
     """Mean, median and percentiles of one latency, in milliseconds."""
 
     mean: float
@@ -36,7 +36,7 @@ class Figures:
     p99: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Figures | None:
+    def of(cls, seconds: Sequence[float]) -> LatencyFigures | None:
         if not seconds:
             return None
         milliseconds = np.asarray(seconds) * 1e3
@@ -49,11 +49,11 @@ class Summary:
     seconds: float
     good: list[Answered]  # those without an error
     errors: dict[str, int]  # by kind
-    figures: dict[str, Figures]
+    figures: dict[str, LatencyFigures]
     num_prompt_tokens: int | None  # None: the server does not count
     num_tokens: int | None
     num_within_goals: int | None  # None: there are no goals
-    drafting: Drafting | None
+    drafting: DraftingFigures | None
     num_distinct: int | None = None  # prompts
 
     @property
@@ -94,7 +94,7 @@ def within(answer: Answered, goals: Mapping[str, float]) -> bool:
     return all(value is None or value * 1e3 <= goals[name] for name, value in measured.items() if name in goals)
 
 
-def summarise(outcome: Outcome, goals: Mapping[str, float]) -> Summary:
+def summarise(outcome: LoadOutcome, goals: Mapping[str, float]) -> Summary:
     good = [answer for answer in outcome.answers if answer.error is None]
     samples = {
         "ttft": [answer.first for answer in good if answer.first is not None],
@@ -103,7 +103,7 @@ def summarise(outcome: Outcome, goals: Mapping[str, float]) -> Summary:
         "itl_token": [gap / count for answer in good for gap, count in answer.token_gaps for _ in range(count)],
         "e2el": [answer.seconds for answer in good],
     }
-    figures = {name: made for name, values in samples.items() if (made := Figures.of(values)) is not None}
+    figures = {name: made for name, values in samples.items() if (made := LatencyFigures.of(values)) is not None}
     counted = all(answer.num_tokens is not None for answer in good)
     return Summary(
         seconds=outcome.seconds,
@@ -118,8 +118,8 @@ def summarise(outcome: Outcome, goals: Mapping[str, float]) -> Summary:
     )
 
 
-def to_dict(summary: Summary, outcome: Outcome, load: Load, goals: Mapping[str, float]) -> dict[str, Any]:
-    """In the names of vLLM's result files, where they have the figure."""
+def to_dict(summary: Summary, outcome: LoadOutcome, load: Load, goals: Mapping[str, float]) -> dict[str, Any]:
+    """The result as JSON, in the names of vLLM's result files where they have the figure."""
     seconds = summary.seconds or float("inf")
     asking = outcome.asking
     report: dict[str, Any] = {
@@ -192,7 +192,7 @@ def _latencies(summary: Summary) -> list[str]:
     return lines
 
 
-def _drafting(drafting: Drafting | None) -> list[str]:
+def _drafting(drafting: DraftingFigures | None) -> list[str]:
     if drafting is None:
         return []
     rows = [

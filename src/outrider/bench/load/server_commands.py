@@ -102,7 +102,7 @@ def serve(
     if more_goals and not goodput:
         raise ValueError(f"unexpected argument {more_goals[0]!r}: every setting has a name (--help lists them)")
     with importing():
-        from outrider.bench.load.serve import Server, built_in, measure
+        from outrider.bench.load.serve import LoadedServer, built_in, measure
         from outrider.bench.load.serve_client import Asking
         from outrider.bench.load.serve_load import Load, to_lines
         from outrider.bench.load.serve_report import parse_goals, show_card, summarise, to_dict
@@ -114,7 +114,7 @@ def serve(
     asking = Asking("", endpoint == "chat", max_tokens, temperature, seed, ignore_eos, top_p, request_seeds)
     consoles = open_consoles()
     with progress_bar(consoles.about) as progress:
-        server = Server(base_url, model, api_key, timeout)
+        server = LoadedServer(base_url, model, api_key, timeout)
         outcome = asyncio.run(measure(server, asking, texts, load, progress))
     summary = summarise(outcome, goals)
     report = to_dict(summary, outcome, load, goals)
@@ -154,10 +154,10 @@ def overhead(
       outrider bench overhead --concurrency 16
     """
     with importing():
-        from outrider.bench.load.overhead import Task, measure, show
+        from outrider.bench.load.overhead import OverheadTask, measure, show
         from outrider.bench.prompts import CHAT, REPETITION
     texts = [*CHAT, *REPETITION]
-    task = Task([texts[number % len(texts)] for number in range(num_prompts)], max_tokens, concurrency)
+    task = OverheadTask([texts[number % len(texts)] for number in range(num_prompts)], max_tokens, concurrency)
     consoles = open_consoles()
     with progress_bar(consoles.about) as progress:
         report = measure(options.named(target), task, num_runs, progress)

@@ -39,7 +39,7 @@ class ServerProcess:
 
     @property
     def pids(self) -> list[int]:
-        """All of its processes: HTTP, the engine, and what they have started."""
+        """Ids of the server's processes: HTTP, the engine, and what they have started."""
         parents = {int(entry.name): _parent(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
         found = [self.process.pid]
         for pid in found:  # which grows meanwhile

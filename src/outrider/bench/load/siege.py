@@ -48,22 +48,22 @@ class Assault:
 
 
 @dataclass(frozen=True)
-class Target:
+class BesiegedServer:
     address: Address
     memory: Callable[[], int] | None = None  # resident bytes, where they can be seen
 
 
 @contextmanager
-def own_server(arguments: Sequence[str] = (), threads: int | None = None) -> Iterator[Target]:
+def own_server(arguments: Sequence[str] = (), threads: int | None = None) -> Iterator[BesiegedServer]:
     """The embedded model."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with server_process(["--max-model-len", MAX_CONTEXT, *arguments], log, threads) as server:
             address = Address(server.host, server.port, None, None, has_chat=True)
-            yield Target(address, lambda: server.memory)
+            yield BesiegedServer(address, lambda: server.memory)
 
 
-def running_server(base_url: str, api_key: str | None, model: str | None) -> Target:
+def running_server(base_url: str, api_key: str | None, model: str | None) -> BesiegedServer:
     parts = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
     if parts.scheme != "http" or not parts.hostname:
         raise ValueError(f"--base-url must be an http:// address, not {base_url!r}")
@@ -73,11 +73,11 @@ def running_server(base_url: str, api_key: str | None, model: str | None) -> Tar
         raise ValueError(f"no server answers at {base_url}: {alive.text[:200] or alive.status}")
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     chats = request(address, "POST", "/v1/chat/completions", json.dumps(body).encode()).status == 200
-    return Target(address._replace(has_chat=chats))
+    return BesiegedServer(address._replace(has_chat=chats))
 
 
 def besiege(
-    target: Target,
+    target: BesiegedServer,
     seconds: float,
     bounds: Bounds,
     attacks: Sequence[Attack] = ATTACKS,
@@ -134,7 +134,7 @@ def judge(found: Assault, seen: Seen, bounds: Bounds) -> list[str]:
     return failures
 
 
-def _after(target: Target, expected: str) -> list[str]:
+def _after(target: BesiegedServer, expected: str) -> list[str]:
     """Whether the server is as it was, once it has had time to."""
     end = time.monotonic() + SETTLE_SECONDS
     while True:
@@ -146,7 +146,7 @@ def _after(target: Target, expected: str) -> list[str]:
         time.sleep(0.5)
 
 
-def _plain_text(target: Target) -> str:
+def _plain_text(target: BesiegedServer) -> str:
     named = {} if target.address.model is None else {"model": target.address.model}
     answer = request(target.address, "POST", "/v1/completions", json.dumps(PLAIN | named).encode())
     if answer.status != 200:
@@ -155,7 +155,7 @@ def _plain_text(target: Target) -> str:
 
 
 @contextmanager
-def _watched_memory(target: Target) -> Iterator[list[int]]:
+def _watched_memory(target: BesiegedServer) -> Iterator[list[int]]:
     found: list[int] = []
     ended = threading.Event()
 

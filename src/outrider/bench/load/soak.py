@@ -32,7 +32,7 @@ GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cac
 
 
 @dataclass(frozen=True)
-class Reading:
+class ServerState:
     """The server from outside, while it has nothing to do."""
 
     memory: int
@@ -46,8 +46,8 @@ class Soak:
     """What came of it."""
 
     seconds: float
-    before: Reading
-    after: Reading
+    before: ServerState
+    after: ServerState
     crowd: Crowd
     first: list[Replay]
     last: list[Replay]
@@ -112,7 +112,7 @@ async def _watch(server: ServerProcess, crowd: Crowd, begin: float, progress: Pr
     return memory
 
 
-async def _reading(server: ServerProcess) -> Reading:
+async def _reading(server: ServerProcess) -> ServerState:
     """Once nothing runs and no page is held; what is still held after a while is reported as it is."""
     end = time.monotonic() + SETTLE_SECONDS
     while True:
@@ -120,7 +120,7 @@ async def _reading(server: ServerProcess) -> Reading:
         figures = await asyncio.to_thread(lambda: figures_in(server.get("/metrics")))
         if time.monotonic() > end or not any(figures.get(name, 0.0) for name in GAUGES):
             await asyncio.sleep(0.5)  # the connection over which we asked is still being closed
-            return Reading(server.memory, server.num_files, server.num_threads, figures)
+            return ServerState(server.memory, server.num_files, server.num_threads, figures)
 
 
 def figures_in(text: str) -> dict[str, float]:

@@ -41,7 +41,7 @@ while connection.recv(4096):
 
 
 @dataclass(frozen=True)
-class Question:
+class ReplayedQuestion:
     """Asked once at the start, and again until the end: the answer may not change."""
 
     messages: tuple[str, ...]
@@ -52,7 +52,7 @@ class Question:
 
 
 QUESTIONS = tuple(
-    Question((text,), (("temperature", heat), ("seed", number), ("max_tokens", 64)))
+    ReplayedQuestion((text,), (("temperature", heat), ("seed", number), ("max_tokens", 64)))
     for number, text in enumerate(CHAT + REPETITION[1:3])
     for heat in ((0, 0.8)[number % 2],)
 )
@@ -70,7 +70,7 @@ class Replay:
 
 
 @dataclass
-class Tally:
+class SoakTally:
     """What happened. Whoever finds something wrong writes it here and goes on."""
 
     done: Counter[str] = field(default_factory=Counter)
@@ -91,7 +91,7 @@ class Crowd:
     address: tuple[str, int]
     until: float  # by time.monotonic()
     seed: int = 0
-    tally: Tally = field(default_factory=Tally)
+    tally: SoakTally = field(default_factory=SoakTally)
 
     @property
     def has_time(self) -> bool:
@@ -218,10 +218,10 @@ class Crowd:
 
     # asking
 
-    async def stream(self, body: dict[str, Any]) -> Streamed | None:
+    async def stream(self, body: dict[str, Any]) -> StreamedChat | None:
         """The whole of a stream; None, and a note of it, where it did not end well."""
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        answer = Streamed()
+        answer = StreamedChat()
         async with self.client.stream("POST", PATH, json=body | options) as response:
             if response.status_code != 200:
                 self.tally.wrong(f"stream: {kind_of(response.status_code, await response.aread())}")
@@ -238,7 +238,7 @@ class Crowd:
 
 
 @dataclass
-class Streamed:
+class StreamedChat:
     text: str = ""
     reason: str | None = None
     usage: dict[str, Any] | None = None

@@ -73,7 +73,7 @@ class Body:
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time."""
+    """A connection to a server, for one request at a time."""
 
     def __init__(self) -> None:
         self.last_sign = time.perf_counter()

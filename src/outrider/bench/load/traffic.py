@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from outrider.bench.interleave import Progress
 from outrider.bench.load.serve_client import Asking
-from outrider.bench.load.serve_load import Load, Outcome
+from outrider.bench.load.serve_load import Load, LoadOutcome
 from outrider.bench.load.traffic_sides import TrafficSide
 from outrider.bench.prompts import PromptText
 
@@ -19,7 +19,7 @@ MIN_REQUESTS, REQUESTS_OF_A_CLIENT, REQUESTS_AT_A_RATE = 16, 3, 64
 
 @dataclass(frozen=True)
 class Level:
-    """So many clients, or so many requests a second."""
+    """A level of load: so many clients, or so many requests a second."""
 
     clients: int | None
     rate: float | None = None
@@ -60,7 +60,7 @@ class TrafficPlan:
         return max(self.num_requests(level) for level in self.levels)
 
     def load(self, level: Level, run: int) -> Load:
-        """The same for both sides; every run has arrivals of its own."""
+        """The load of a run: the same for both sides; every run has arrivals of its own."""
         think = self.think_seconds if level.clients is not None else 0.0
         return Load(self.num_requests(level), 0, level.clients, level.rate, self.seed + run, think)
 
@@ -73,7 +73,7 @@ class LevelRuns:
     """All that was measured at one level: a list of runs for each side, in the order of the sides."""
 
     level: Level
-    runs: list[list[Outcome]]
+    runs: list[list[LoadOutcome]]
 
 
 def measure_levels(
@@ -88,7 +88,7 @@ def measure_levels(
     total, found = len(plan.levels) * (plan.num_runs + 1) * len(sides), []
     steps = itertools.count()
 
-    def run(side: TrafficSide, load: Load, what: str) -> Outcome:
+    def run(side: TrafficSide, load: Load, what: str) -> LoadOutcome:
         if progress is not None:
             progress(f"{what}: {side.name}", next(steps), total)
         outcome = side.run(prompts, load)
@@ -102,7 +102,7 @@ def measure_levels(
         warm = replace(warm, num_prompts=min(warm.num_prompts, level.clients or MIN_REQUESTS))
         for side in sides:
             run(side, warm, level.name)
-        runs: list[list[Outcome]] = [[] for _ in sides]
+        runs: list[list[LoadOutcome]] = [[] for _ in sides]
         for number in range(plan.num_runs):
             for place in range(len(sides)):
                 which = (number + place) % len(sides)
@@ -112,7 +112,7 @@ def measure_levels(
     return found
 
 
-def output_rate(outcome: Outcome) -> float:
+def output_rate(outcome: LoadOutcome) -> float:
     """Output tokens a second, from the first request that is sent to the last token."""
     return sum(answer.num_tokens or 0 for answer in outcome.answers) / outcome.seconds
 

@@ -147,7 +147,7 @@ def traffic(
     plan = traffic_options.plan(is_small=options.model is None and shape is None)
     consoles = open_consoles()
     with ExitStack() as opened, progress_bar(consoles.about) as progress:
-        setting, sides, prompts = _open(Opening(options, shape, accept_length, http), plan, opened, consoles)
+        setting, sides, prompts = _open(SidesToOpen(options, shape, accept_length, http), plan, opened, consoles)
         found = measure_levels(sides, prompts, plan, lambda line: show_note(consoles.about, line), progress)
     report = to_dict(setting, plan, found)
     if not as_json:
@@ -162,7 +162,7 @@ def traffic(
 
 
 @dataclass(frozen=True)
-class Opening:
+class SidesToOpen:
     """Which engines or servers are to be opened."""
 
     options: EngineOptions
@@ -172,15 +172,19 @@ class Opening:
 
 
 def _open(
-    opening: Opening, plan: TrafficPlan, opened: ExitStack, consoles: Consoles
+    opening: SidesToOpen, plan: TrafficPlan, opened: ExitStack, consoles: Consoles
 ) -> tuple[TrafficSetting, list[TrafficSide], list[PromptText]]:
     from outrider.bench.load.traffic_opening import engine_sides, random_sides, server_sides
     from outrider.bench.load.traffic_prompts import traffic_prompts
-    from outrider.bench.prompts import Vocabulary
+    from outrider.bench.prompts import PromptVocabulary
     from outrider.bench.random_pair import shape_of
 
     config, shape = _config(opening, plan), opening.shape
-    vocabulary = Vocabulary(None, shape_of(shape)["vocab_size"]) if shape is not None else Vocabulary.of(config.model)
+    vocabulary = (
+        PromptVocabulary(None, shape_of(shape)["vocab_size"])
+        if shape is not None
+        else PromptVocabulary.of(config.model)
+    )
     prompts = traffic_prompts(vocabulary, plan.most_requests, plan.prompt_len, plan.seed)
 
     def note(line: str) -> None:
@@ -195,7 +199,7 @@ def _open(
     return _setting(opening, config), sides, prompts
 
 
-def _config(opening: Opening, plan: TrafficPlan) -> EngineConfig:
+def _config(opening: SidesToOpen, plan: TrafficPlan) -> EngineConfig:
     """With room for all clients at once, and for prompts and answers as long as they will be."""
     from outrider.bench.random_pair import random_config
     from outrider.config import batch_limits
@@ -211,7 +215,7 @@ def _config(opening: Opening, plan: TrafficPlan) -> EngineConfig:
     return random_config(options, opening.shape, opening.accept_length, settings)
 
 
-def _setting(opening: Opening, config: EngineConfig) -> TrafficSetting:
+def _setting(opening: SidesToOpen, config: EngineConfig) -> TrafficSetting:
     import torch
 
     from outrider.bench.load.traffic_report import TrafficSetting

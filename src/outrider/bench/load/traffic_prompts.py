@@ -6,10 +6,10 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from outrider.bench.prompts import CHAT, REPETITION, PromptText, Vocabulary, random_prompts
+from outrider.bench.prompts import CHAT, REPETITION, PromptText, PromptVocabulary, random_prompts
 
 
-def traffic_prompts(vocabulary: Vocabulary, count: int, length: int, seed: int = 0) -> list[PromptText]:
+def traffic_prompts(vocabulary: PromptVocabulary, count: int, length: int, seed: int = 0) -> list[PromptText]:
     """Different prompts of exactly `length` tokens: our own texts in random order where there is a tokenizer, else
     random ids. Of a text that is too long the middle is left out: the beginning and the end are what a model was
     trained to expect there."""
@@ -20,7 +20,7 @@ def traffic_prompts(vocabulary: Vocabulary, count: int, length: int, seed: int =
     return [PromptText(ids=_cut(_long_text(vocabulary, length, source), length)) for _ in range(count)]
 
 
-def _long_text(vocabulary: Vocabulary, length: int, source: random.Random) -> list[int]:
+def _long_text(vocabulary: PromptVocabulary, length: int, source: random.Random) -> list[int]:
     texts: list[str] = []
     for batch in _shuffled(source):
         texts += batch

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from outrider import __version__
 from outrider.bench.interleave import Spread
-from outrider.bench.load.serve_load import Outcome
-from outrider.bench.load.serve_report import Figures
+from outrider.bench.load.serve_load import LoadOutcome
+from outrider.bench.load.serve_report import LatencyFigures
 from outrider.bench.load.traffic import LevelRuns, TrafficPlan, output_rate
 from outrider.sampling_params import accept_length
 
@@ -74,10 +74,10 @@ def _level(found: LevelRuns) -> dict[str, Any]:
     return level
 
 
-def _side(runs: Sequence[Outcome]) -> dict[str, Any]:
+def _side(runs: Sequence[LoadOutcome]) -> dict[str, Any]:
     answers = [answer for run in runs for answer in run.answers]
-    first = Figures.of([answer.first for answer in answers if answer.first is not None])
-    token = Figures.of([value for answer in answers if (value := answer.token_seconds) is not None])
+    first = LatencyFigures.of([answer.first for answer in answers if answer.first is not None])
+    token = LatencyFigures.of([value for answer in answers if (value := answer.token_seconds) is not None])
     rounds = sum(run.drafting.num_drafts for run in runs if run.drafting is not None)
     accepted = sum(run.drafting.num_accepted for run in runs if run.drafting is not None)
     return {
@@ -89,7 +89,7 @@ def _side(runs: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _latency(figures: Figures | None) -> dict[str, float] | None:
+def _latency(figures: LatencyFigures | None) -> dict[str, float] | None:
     return None if figures is None else {"median": round(figures.median, 3), "p99": round(figures.p99, 3)}
 
 

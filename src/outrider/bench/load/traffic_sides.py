@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 
 from outrider.bench.load.serve_client import Answered, Asking
-from outrider.bench.load.serve_load import Load, Outcome, connect, run_load, served_model
-from outrider.bench.load.serve_metrics import Drafting
+from outrider.bench.load.serve_load import Load, LoadOutcome, connect, run_load, served_model
+from outrider.bench.load.serve_metrics import DraftingFigures
 from outrider.bench.prompts import PromptText
 from outrider.engine.engine import Engine
 from outrider.engine.request import Request
@@ -29,7 +29,7 @@ TIMEOUT_SECONDS = 600.0
 class TrafficSide(Protocol):
     name: str
 
-    def run(self, prompts: Sequence[PromptText], load: Load) -> Outcome:
+    def run(self, prompts: Sequence[PromptText], load: Load) -> LoadOutcome:
         """Answers a load of requests; an engine forgets those of earlier runs."""
         ...
 
@@ -73,9 +73,9 @@ class EngineSide:
     make: Callable[[PromptText, SamplingParams], Request]
     asking: Asking
 
-    def run(self, prompts: Sequence[PromptText], load: Load) -> Outcome:
+    def run(self, prompts: Sequence[PromptText], load: Load) -> LoadOutcome:
         forget_all(self.engine.drafter)  # or it would know the answers of the run before
-        chosen, clients = load.choose(prompts), Clients(load)
+        (chosen, _), clients = load.choose(prompts), Clients(load)
         running: dict[Request, Answered] = {}
         ended: list[tuple[Request, Answered]] = []
         begin = time.perf_counter()
@@ -98,7 +98,7 @@ class EngineSide:
         seconds = max((each.sent + each.seconds for _, each in ended), default=begin) - begin
         answers = sorted((each for _, each in ended), key=lambda each: each.number)
         drafting = _drafting(sum((request.speculation for request, _ in ended), Speculation()))
-        return Outcome(answers, seconds, self.asking, drafting, len(set(prompts)))
+        return LoadOutcome(answers, seconds, self.asking, drafting, len(set(prompts)))
 
     def _params(self, number: int) -> SamplingParams:
         asking = self.asking
@@ -124,11 +124,11 @@ class EngineSide:
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _drafting(total: Speculation) -> Drafting | None:
+def _drafting(total: Speculation) -> DraftingFigures | None:
     num_drafts = total.drafted_at[0] if total.drafted_at else 0
     if not num_drafts:
         return None
-    return Drafting(num_drafts, total.drafted, total.accepted, total.accepted_at, "the engine")
+    return DraftingFigures(num_drafts, total.drafted, total.accepted, total.accepted_at, "the engine")
 
 
 @dataclass
@@ -139,10 +139,10 @@ class ServerSide:
     url: str
     asking: Asking
 
-    def run(self, prompts: Sequence[PromptText], load: Load) -> Outcome:
+    def run(self, prompts: Sequence[PromptText], load: Load) -> LoadOutcome:
         return asyncio.run(self._run(prompts, load))
 
-    async def _run(self, prompts: Sequence[PromptText], load: Load) -> Outcome:
+    async def _run(self, prompts: Sequence[PromptText], load: Load) -> LoadOutcome:
         async with connect(self.url, None, TIMEOUT_SECONDS) as client:
             asking = replace(self.asking, model=await served_model(client, None))
             return await run_load(client, asking, prompts, load, None)

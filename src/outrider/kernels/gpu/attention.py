@@ -17,7 +17,7 @@ LEAST_KEYS = 128  # that are worth a program of their own
 MAX_PARTS = 64
 BLOCK_BYTES = 65536  # of keys and values that a program reads at a time
 WARPS, STAGES = 4, 2
-MANY_ROWS = 256  # of a request on average: larger blocks of them pay
+FEW_ROWS = 16  # of a request: a draft, or less; where others read prompts, such requests have a launch of their own
 LOG2_E = 1.4426950408889634  # scores are kept in units of log 2: powers of two are what a device computes
 # numbers of an item of work: request (-1: there is none), its first row, number of rows, block of rows, part, number of
 # parts, where the first part is kept, and which counter counts them
@@ -26,18 +26,18 @@ ITEM = 8
 
 @triton.jit
 def _list_work(
-    query_start, indices, last_keys, items, num_requests, num_items, wanted, exact_parts,
+    query_start, indices, last_keys, items, num_requests, num_items, wanted, exact_parts, least_rows, most_rows,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK_B: tl.constexpr, CHUNK: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
     """Program n writes the items of request n: all its blocks of rows, each with as many parts as its keys are worth.
-    The last one also marks what is left of the list as empty."""
+    The last one also marks what is left of the list as empty. Requests with fewer or more rows are left out."""
     number = tl.program_id(0)
     seat = tl.arange(0, BLOCK_B)
     exists = seat < num_requests
     begin = tl.load(query_start + seat, mask=exists, other=0)
     rows = tl.load(query_start + seat + 1, mask=exists, other=0) - begin
-    some = rows > 0
+    some = (rows >= least_rows) & (rows <= most_rows)
     newest = begin + rows - 1
     end = tl.load(indices + newest, mask=some, other=-1) + 1
     if HAS_LAST:
@@ -134,8 +134,8 @@ def _attend_blocks(
 @triton.jit
 def _attend(
     items, counters, q, k_pages, v_pages, page_table, indices, last_keys, sinks, out, partial, maxima, sums,
-    q_row, q_head, key_row, key_head, value_row, value_head, table_row, scale, softcap, num_heads, num_kv_heads,
-    first_key, PAGE: tl.constexpr, ITEM: tl.constexpr, SPLIT: tl.constexpr,
+    q_row, q_head, key_row, key_head, value_row, value_head, table_row, scale, value_scale, softcap, num_heads,
+    num_kv_heads, first_key, PAGE: tl.constexpr, ITEM: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr, HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
@@ -233,7 +233,7 @@ def _attend(
         shrink = tl.exp2(best - better)
         weight = weight * shrink + tl.exp2(sink - better)
         total = total * shrink[:, None]
-    total = tl.where(weight[:, None] > 0, total / weight[:, None], 0.0)
+    total = tl.where(weight[:, None] > 0, total / weight[:, None], 0.0) * value_scale
     cell = row * num_heads + head
     tl.store(out + cell[:, None] * VALUE + value_place[None, :], total.to(out.dtype.element_ty), mask=fits)
 
@@ -252,6 +252,10 @@ class Keys:
     memo: dict[Any, Any]  # layers whose work is shared out alike share the list
 
 
+Span = tuple[int, int]  # from so many rows to so many
+ANY: Span = (1, 2**31 - 1)
+
+
 @dataclass(frozen=True)
 class WorkList:
     items: Tensor  # [W, ITEM] int32
@@ -267,6 +271,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    value_scale: float = 1.0,
     parts: int | None = None,
 ) -> Tensor:
     """q [T, heads, D], pages [P, page_size, kv heads, D] and [..., D_v] -> [T, heads, D_v]. `parts`: how many programs
@@ -278,50 +283,63 @@ def paged_attention(
     if not num_rows:
         return out
     group = num_heads // num_kv_heads
-    lanes = keys.max_rows * group
-    block_m = 64 if lanes > 32 and dim <= 256 else 32 if lanes > 16 else 16
-    if block_m == 64 and dim <= 128 and num_rows >= MANY_ROWS * (len(keys.query_start) - 1):
-        block_m = 128  # nearly all are rows of prompts
-    if parts is not None:
-        block_m = 16
-    work = _work(keys, group, num_kv_heads, block_m, window, parts)
-    main, rest = _split(dim)
-    places = len(work.items) * num_kv_heads * block_m
-    partial = torch.empty(places, value_dim, dtype=torch.float32, device=q.device)
-    maxima, sums = torch.empty(2, places, dtype=torch.float32, device=q.device).unbind()
-    last_key, table = keys.last_key, keys.page_table
-    block_n = (BLOCK_BYTES // 2 if block_m == 64 else BLOCK_BYTES) // ((dim + value_dim) * q.element_size())
-    block_n = min(max(1 << (block_n.bit_length() - 1), 32), 64 if q.dtype == torch.float32 else 128)  # a power of two
-    _attend[(len(work.items), num_kv_heads)](
-        work.items, work.counters, q, k_pages, v_pages, table, keys.indices,
-        keys.indices if last_key is None else last_key, out if sinks is None else sinks, out, partial, maxima, sums,
-        q.stride(0), q.stride(1), k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2),
-        table.stride(0), scale * LOG2_E, softcap * LOG2_E, num_heads, num_kv_heads, keys.first_key, keys.page_size,
-        ITEM=ITEM, SPLIT=parts is None and block_m >= 64,
-        GROUP=group, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
-        SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
-        BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=block_m, BLOCK_N=block_n,
-        IEEE=q.dtype == torch.float32,
-        num_warps=2 * WARPS if block_m == 128 else WARPS, num_stages=STAGES,
-    )  # fmt: skip
+    for rows, block_m in _launches(keys, group, dim, parts):
+        work = _work(keys, group, num_kv_heads, block_m, window, parts, rows)
+        main, rest = _split(dim)
+        places = len(work.items) * num_kv_heads * block_m
+        partial = torch.empty(places, value_dim, dtype=torch.float32, device=q.device)
+        maxima, sums = torch.empty(2, places, dtype=torch.float32, device=q.device).unbind()
+        last_key, table = keys.last_key, keys.page_table
+        block_n = (BLOCK_BYTES // 2 if block_m == 64 else BLOCK_BYTES) // ((dim + value_dim) * q.element_size())
+        block_n = min(max(1 << (block_n.bit_length() - 1), 32), 64 if q.dtype == torch.float32 else 128)
+        _attend[(len(work.items), num_kv_heads)](
+            work.items, work.counters, q, k_pages, v_pages, table, keys.indices,
+            keys.indices if last_key is None else last_key, out if sinks is None else sinks, out, partial, maxima, sums,
+            q.stride(0), q.stride(1), k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2),
+            table.stride(0), scale * LOG2_E, value_scale, softcap * LOG2_E, num_heads, num_kv_heads, keys.first_key,
+            keys.page_size,
+            ITEM=ITEM, SPLIT=parts is None and block_m >= 64,
+            GROUP=group, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
+            SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
+            BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=block_m, BLOCK_N=block_n,
+            IEEE=q.dtype == torch.float32,
+            num_warps=2 * WARPS if block_m == 128 else WARPS, num_stages=STAGES,
+        )  # fmt: skip
     return out
 
 
-def _work(keys: Keys, group: int, num_kv_heads: int, block_m: int, window: int, parts: int | None) -> WorkList:
+def _launches(keys: Keys, group: int, dim: int, parts: int | None) -> list[tuple[Span, int]]:
+    """Requests with how many rows each, and how many lanes (rows times heads) a program has for them. Rows of prompts
+    use the device best in large blocks, in which a single token's row would have nearly all lanes empty."""
+    lanes = keys.max_rows * group
+    if parts is not None:
+        return [(ANY, 16)]
+    if keys.max_rows <= FEW_ROWS or dim > 256:
+        return [(ANY, 64 if lanes > 32 and dim <= 256 else 32 if lanes > 16 else 16)]
+    many = (FEW_ROWS + 1, keys.max_rows), 128 if dim <= 128 else 64
+    few = (1, FEW_ROWS), 16 if group <= 4 else 32
+    return [many, few]
+
+
+def _work(
+    keys: Keys, group: int, num_kv_heads: int, block_m: int, window: int, parts: int | None, rows: Span
+) -> WorkList:
     """The list for rows and layers like these, made once for a pass."""
-    name = ("attention work", group, num_kv_heads, block_m, window, parts, keys.last_key is None)
+    name = ("attention work", group, num_kv_heads, block_m, window, parts, rows, keys.last_key is None)
     found = keys.memo.get(name)
     if found is None:
-        found = keys.memo[name] = _list(keys, group, num_kv_heads, block_m, window, parts)
+        found = keys.memo[name] = _list(keys, group, num_kv_heads, block_m, window, parts, rows)
     return found
 
 
-def _list(keys: Keys, group: int, num_kv_heads: int, block_m: int, window: int, parts: int | None) -> WorkList:
+def _list(
+    keys: Keys, group: int, num_kv_heads: int, block_m: int, window: int, parts: int | None, rows: Span
+) -> WorkList:
     num_requests, num_rows = len(keys.query_start) - 1, len(keys.indices)
+    least_rows, most_rows = rows[0], min(rows[1], keys.max_rows)
     # a request has at most one block that is not full, and no more than for the most rows that any has
-    num_blocks = min(
-        num_rows * group // block_m + num_requests, num_requests * triton.cdiv(keys.max_rows * group, block_m)
-    )
+    num_listed = min(num_requests, num_rows // least_rows)
+    num_blocks = min(num_rows * group // block_m + num_listed, num_listed * triton.cdiv(most_rows * group, block_m))
     wanted = triton.cdiv(WANTED_PROGRAMS, num_kv_heads)
     num_items = num_blocks + wanted if parts is None else num_blocks * parts
     device = keys.query_start.device
@@ -329,7 +347,7 @@ def _list(keys: Keys, group: int, num_kv_heads: int, block_m: int, window: int, 
     counters = torch.zeros(num_blocks * num_kv_heads, dtype=torch.int32, device=device)
     _list_work[(num_requests,)](
         keys.query_start, keys.indices, keys.indices if keys.last_key is None else keys.last_key, items,
-        num_requests, num_items, wanted, 0 if parts is None else parts,
+        num_requests, num_items, wanted, 0 if parts is None else parts, least_rows, most_rows,
         GROUP=group, BLOCK_M=block_m, WINDOW=window, HAS_LAST=keys.last_key is not None, LEAST=LEAST_KEYS,
         MOST=MAX_PARTS, BLOCK_B=triton.next_power_of_2(num_requests), CHUNK=128, ITEM=ITEM, num_warps=1,
     )  # fmt: skip

@@ -13,16 +13,16 @@ from outrider.kernels.gpu import launch
 from outrider.kernels.norm import Normed
 
 if TYPE_CHECKING:  # which imports this file in turn
-    from outrider.kernels.rope import HeadNorms
+    from outrider.kernels.rope import HeadNorms, PageScales
 
 MANY_ROWS, MANY_HEADS = 64, 8  # of a prompt: a program for every head of every row would be far too little work
 
 
 @triton.jit
-def _stored(value, dtype: tl.constexpr):
-    """As pages of this type hold it: in 8 bits the largest number stands for what is larger."""
+def _stored(value, inverse, dtype: tl.constexpr):
+    """As pages of this type hold it: in 8 bits the largest number stands for what is larger. inverse: of the scale."""
     if dtype.primitive_bitwidth == 8:
-        value = tl.minimum(tl.maximum(value.to(tl.float32), -448.0), 448.0)
+        value = tl.minimum(tl.maximum(value.to(tl.float32) * inverse, -448.0), 448.0)
     return value.to(dtype)
 
 
@@ -30,7 +30,7 @@ def _stored(value, dtype: tl.constexpr):
 def _rope_write(
     q, k, v, cos, sin, q_weight, k_weight, v_weight, k_pages, v_pages, locations, out,
     q_row, q_head, k_row, k_head, v_row, v_head, key_row, key_head, value_row, value_head, out_row, out_head,
-    num_heads, num_kv_heads, dim, value_dim, half, eps, offset, v_eps, v_offset,
+    num_heads, num_kv_heads, dim, value_dim, half, eps, offset, v_eps, v_offset, key_inverse, value_inverse,
     NORM: tl.constexpr, WIDE: tl.constexpr, V_NORM: tl.constexpr, V_WIDE: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_VALUE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def _rope_write(
             value *= tl.load(v_weight + place, mask=place < value_dim, other=0.0).to(tl.float32) + v_offset
             value = value.to(kind)
         at = tl.load(locations + row) * value_row + head * value_head
-        tl.store(v_pages + at + place, _stored(value, v_pages.dtype.element_ty), mask=fits)
+        tl.store(v_pages + at + place, _stored(value, value_inverse, v_pages.dtype.element_ty), mask=fits)
         return
     turning = tl.arange(0, BLOCK_HALF)
     rest = 2 * half + tl.arange(0, BLOCK_REST)
@@ -96,9 +96,9 @@ def _rope_write(
     else:  # pages may hold fewer bits
         stored: tl.constexpr = k_pages.dtype.element_ty
         at = k_pages + tl.load(locations + row) * key_row + head * key_head
-        tl.store(at + turning[None, :], _stored(first, stored), mask=turns)
-        tl.store(at + half + turning[None, :], _stored(second, stored), mask=turns)
-        tl.store(at + rest[None, :], _stored(third.to(kind), stored), mask=stays)
+        tl.store(at + turning[None, :], _stored(first, key_inverse, stored), mask=turns)
+        tl.store(at + half + turning[None, :], _stored(second, key_inverse, stored), mask=turns)
+        tl.store(at + rest[None, :], _stored(third.to(kind), key_inverse, stored), mask=stays)
 
 
 @triton.jit
@@ -135,9 +135,11 @@ def rope_write(
     locations: Tensor,
     norms: HeadNorms | None = None,
     out: Tensor | None = None,
+    scales: PageScales | None = None,
 ) -> Tensor:
     """q [T, heads, D] and k, v [T, kv heads, D] -> turned q; k and v go to `locations` [T] of the pages. `out`: where
-    to put the queries, whose last dimension is dense."""
+    to put the queries, whose last dimension is dense. `scales`: of pages of 8 bits."""
+    inverses = (1.0, 1.0) if scales is None else (1 / scales.key, 1 / scales.value)
     v_norm = v if isinstance(v, Normed) else None
     v = v.x if isinstance(v, Normed) else v
     cos, sin = rotary
@@ -158,7 +160,7 @@ def rope_write(
             q, k, v, cos, sin, *weights, out if v_norm is None else v_norm.weight, k_pages, v_pages, locations, out,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2), out.stride(0), out.stride(1),
-            num_heads, num_kv_heads, dim, v.shape[-1], half, *settings, *v_settings,
+            num_heads, num_kv_heads, dim, v.shape[-1], half, *settings, *v_settings, *inverses,
             NORM=norms is not None, WIDE=norms is not None and norms.wide,
             V_NORM=v_norm is not None, V_WIDE=v_norm is not None and v_norm.wide, HEADS=heads,
             BLOCK_HALF=max(triton.next_power_of_2(half), 1), BLOCK_REST=max(triton.next_power_of_2(dim - 2 * half), 1),

@@ -3,7 +3,7 @@ every form; `answer_parser` makes the parser of one answer, `choose` reads from 
 
 # they register themselves
 from outrider.server.parsers import deepseek, harmony, hermes, llama3, mistral, qwen_xml  # noqa: F401
-from outrider.server.parsers.answer import AnswerParser, Choice, ParserNames, answer_parser, choose
+from outrider.server.parsers.answer import AnswerParser, ParserChoice, ParserNames, answer_parser, choose
 from outrider.server.parsers.base import (
     Event,
     Parser,
@@ -14,15 +14,15 @@ from outrider.server.parsers.base import (
     ToolCallEnd,
     merged,
 )
-from outrider.server.parsers.forced import Wanted, special_ids
+from outrider.server.parsers.forced import WantedCalls, special_ids
 from outrider.server.parsers.reasoning import reasoning_parsers
 from outrider.server.parsers.tool_calls import ToolOptions, tool_parsers
 
 __all__ = [
     "AnswerParser",
-    "Choice",
     "Event",
     "Parser",
+    "ParserChoice",
     "ParserNames",
     "Reasoning",
     "Text",
@@ -30,7 +30,7 @@ __all__ = [
     "ToolCallBegin",
     "ToolCallEnd",
     "ToolOptions",
-    "Wanted",
+    "WantedCalls",
     "answer_parser",
     "choose",
     "merged",

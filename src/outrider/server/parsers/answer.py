@@ -40,27 +40,27 @@ class ParserNames:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ParserChoice:
     """A parser, or none, and why."""
 
     name: str | None
     reason: str
 
 
-def choose(names: ParserNames, tokenizer: Tokenizer | None) -> tuple[Choice, Choice]:
+def choose(names: ParserNames, tokenizer: Tokenizer | None) -> tuple[ParserChoice, ParserChoice]:
     """The parsers of tool calls and of reasoning: those asked for, or for "auto" what the checkpoint tells."""
     return _tools(names.tools, tokenizer), _reasoning(names.reasoning, tokenizer)
 
 
-def _tools(name: str | None, tokenizer: Tokenizer | None) -> Choice:
+def _tools(name: str | None, tokenizer: Tokenizer | None) -> ParserChoice:
     if name != AUTO:
         return _named(name, tool_parsers)
     template = tokenizer.template_text(tools=True) if tokenizer is not None else None
     if template is None or tokenizer is None:
-        return Choice(None, "there is no chat template")
+        return ParserChoice(None, "there is no chat template")
     foreign = [mark for mark in FOREIGN_MARKS if mark in template]
     if foreign:
-        return Choice(None, f"the chat template holds {foreign[0]}, which no parser reads")
+        return ParserChoice(None, f"the chat template holds {foreign[0]}, which no parser reads")
     choice = _by_marks(TOOL_MARKS, template, "the chat template")
     if choice.name is None and "tools" in template:  # the form may be left to the model: its special tokens show it
         tokens = " ".join(mark for marks in TOOL_MARKS.values() for mark in marks if tokenizer.special_id(mark))
@@ -68,34 +68,34 @@ def _tools(name: str | None, tokenizer: Tokenizer | None) -> Choice:
     return choice
 
 
-def _reasoning(name: str | None, tokenizer: Tokenizer | None) -> Choice:
+def _reasoning(name: str | None, tokenizer: Tokenizer | None) -> ParserChoice:
     """A vocabulary does not tell whether a checkpoint reasons: only the template does."""
     if name != AUTO:
         return _named(name, reasoning_parsers)
     template = tokenizer.template_text() if tokenizer is not None else None
     if template is None:
-        return Choice(None, "there is no chat template")
+        return ParserChoice(None, "there is no chat template")
     return _by_marks(REASONING_MARKS, template, "the chat template")
 
 
-def _named(name: str | None, known: Registry[Any]) -> Choice:
+def _named(name: str | None, known: Registry[Any]) -> ParserChoice:
     if name is None or name == NONE:
-        return Choice(None, "none was asked for")
+        return ParserChoice(None, "none was asked for")
     known[name]  # an unknown name is refused with the known ones
-    return Choice(name, "it was asked for")
+    return ParserChoice(name, "it was asked for")
 
 
-def _by_marks(known: Mapping[str, Sequence[str]], text: str, where: str) -> Choice:
+def _by_marks(known: Mapping[str, Sequence[str]], text: str, where: str) -> ParserChoice:
     found = {name: mark for name, marks in known.items() for mark in reversed(marks) if mark in text}
     for refined, other in REFINED.items():
         if refined in found:
             found.pop(other, None)
     if not found:
-        return Choice(None, f"{where} holds no marker that is known")
+        return ParserChoice(None, f"{where} holds no marker that is known")
     if len(found) > 1:
-        return Choice(None, f"{where} fits several: {', '.join(sorted(found))}; name one of them")
+        return ParserChoice(None, f"{where} fits several: {', '.join(sorted(found))}; name one of them")
     ((name, mark),) = found.items()
-    return Choice(name, f"{where} holds {mark}")
+    return ParserChoice(name, f"{where} holds {mark}")
 
 
 class AnswerParser:

@@ -2,7 +2,7 @@
 Both stand between special tokens, and what follows the separator tells them apart."""
 
 from outrider.server.parsers.base import MalformedError, Steps
-from outrider.server.parsers.forced import Format, Wanted, literal, sequence, tag
+from outrider.server.parsers.forced import Format, WantedCalls, literal, sequence, tag
 from outrider.server.parsers.tool_calls import SPACES, ToolParser, tool_parsers
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -17,7 +17,7 @@ class DeepSeekParser(ToolParser):
     marks = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 
     @classmethod
-    def forced(cls, wanted: Wanted) -> Format:
+    def forced(cls, wanted: WantedCalls) -> Format:
         fenced, separator = FENCE in wanted.template, wanted.mark(SEPARATOR)
         calls = []
         for name in wanted.tools:

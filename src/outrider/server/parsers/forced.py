@@ -16,7 +16,7 @@ PLAIN_NAME = re.compile(r"[\w.:/-]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedCalls:
     """Calls of some of these tools: exactly one, or one and more."""
 
     tools: Mapping[str, Mapping[str, Any] | None]  # name -> JSON schema of the arguments
@@ -63,7 +63,7 @@ def tag(begin: Format, content: Format, end: Format) -> Format:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def json_call(wanted: Wanted, name: str, key: str) -> Format:
+def json_call(wanted: WantedCalls, name: str, key: str) -> Format:
     """`{"name": ..., KEY: {...}}`"""
     begin = f'{{"name": {json.dumps(name)}, "{key}": '
     return tag(literal(begin), wanted.arguments(name), literal("}"))

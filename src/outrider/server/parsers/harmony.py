@@ -4,7 +4,7 @@ a call is one to a function, `<|channel|>commentary to=functions.NAME <|constrai
 import re
 
 from outrider.server.parsers.base import MalformedError, Reasoning, Steps, StepsTo, Text
-from outrider.server.parsers.forced import Format, Wanted
+from outrider.server.parsers.forced import Format, WantedCalls
 from outrider.server.parsers.reasoning import ReasoningParser, reasoning_parsers
 from outrider.server.parsers.tool_calls import SPACES, ToolParser, tool_parsers
 
@@ -74,7 +74,7 @@ class HarmonyCallParser(ToolParser):
     marks = HarmonyParser.marks()
 
     @classmethod
-    def forced(cls, wanted: Wanted) -> Format:
+    def forced(cls, wanted: WantedCalls) -> Format:
         raise ValueError("a call cannot be forced in the harmony form: use tool_choice auto")
 
     def calls(self, marker: str) -> Steps:

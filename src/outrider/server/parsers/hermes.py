@@ -2,7 +2,7 @@
 A forgotten brace or closing tag, or a brace too many before the tag, does not lose the call."""
 
 from outrider.server.parsers.base import Steps
-from outrider.server.parsers.forced import Format, Wanted, json_call, literal, sequence, tag
+from outrider.server.parsers.forced import Format, WantedCalls, json_call, literal, sequence, tag
 from outrider.server.parsers.tool_calls import SPACES, ToolParser, tool_parsers
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -14,7 +14,7 @@ class HermesParser(ToolParser):
     marks = (OPEN, CLOSE)
 
     @classmethod
-    def forced(cls, wanted: Wanted) -> Format:
+    def forced(cls, wanted: WantedCalls) -> Format:
         line = literal("\n")
         calls = (sequence(line, json_call(wanted, name, "arguments"), line) for name in wanted.tools)
         return wanted.listed([tag(wanted.mark(OPEN), call, wanted.mark(CLOSE)) for call in calls], "\n")

@@ -2,7 +2,7 @@
 Several calls are separated by `;`. Without the tag, only JSON that opens the answer can be a call."""
 
 from outrider.server.parsers.base import Steps, Text
-from outrider.server.parsers.forced import Format, Wanted, json_call
+from outrider.server.parsers.forced import Format, WantedCalls, json_call
 from outrider.server.parsers.tool_calls import SPACES, ToolParser, tool_parsers
 
 PYTHON_TAG = "<|python_tag|>"
@@ -14,7 +14,7 @@ class Llama3Parser(ToolParser):
     marks = (PYTHON_TAG,)
 
     @classmethod
-    def forced(cls, wanted: Wanted) -> Format:
+    def forced(cls, wanted: WantedCalls) -> Format:
         """Without the tag, as the model is used to: that announces its built-in tools."""
         return wanted.listed([json_call(wanted, name, "parameters") for name in wanted.tools], "; ")
 

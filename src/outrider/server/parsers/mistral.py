@@ -2,7 +2,7 @@
 `[TOOL_CALLS]name[ARGS]{...}`, with `[CALL_ID]id` after the name where the template asks for it."""
 
 from outrider.server.parsers.base import MalformedError, Steps
-from outrider.server.parsers.forced import Format, Wanted, json_call, literal, sequence, tag
+from outrider.server.parsers.forced import Format, WantedCalls, json_call, literal, sequence, tag
 from outrider.server.parsers.tool_calls import ID_LEN, SPACES, ToolParser, short_id, tool_parsers
 
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -15,7 +15,7 @@ class MistralParser(ToolParser):
     default_id = staticmethod(short_id)
 
     @classmethod
-    def forced(cls, wanted: Wanted) -> Format:
+    def forced(cls, wanted: WantedCalls) -> Format:
         begin = wanted.mark(TOOL_CALLS)
         if ARGS not in wanted.special_ids:
             calls = wanted.listed([json_call(wanted, name, "arguments") for name in wanted.tools], ", ")

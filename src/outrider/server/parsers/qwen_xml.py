@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.server.parsers.base import MalformedError, Steps
-from outrider.server.parsers.forced import Format, Wanted, literal, sequence, tag
+from outrider.server.parsers.forced import Format, WantedCalls, literal, sequence, tag
 from outrider.server.parsers.tool_calls import SPACES, ToolParser, tool_parsers
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -24,7 +24,7 @@ class QwenXmlParser(ToolParser):
     marks = (OPEN, CLOSE)
 
     @classmethod
-    def forced(cls, wanted: Wanted) -> Format:
+    def forced(cls, wanted: WantedCalls) -> Format:
         calls = []
         for name in wanted.tools:
             parameters = {**wanted.arguments(name), "style": "qwen_xml"}

@@ -18,7 +18,7 @@ from outrider.server.parsers.base import (
     ToolCallBegin,
     ToolCallEnd,
 )
-from outrider.server.parsers.forced import Format, Wanted
+from outrider.server.parsers.forced import Format, WantedCalls
 
 SPACES = " \t\r\n"
 MAX_NAME_LEN = 256
@@ -77,7 +77,7 @@ class ToolParser(Scanner):
         super().__init__(self._options.held_limit)
 
     @classmethod
-    def forced(cls, wanted: Wanted) -> Format:
+    def forced(cls, wanted: WantedCalls) -> Format:
         """The grammar of an answer that is calls and nothing else, as the model is used to write them."""
         raise NotImplementedError
 

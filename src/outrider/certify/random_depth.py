@@ -14,7 +14,7 @@ from outrider.engine.request import Request
 LONGEST = 8  # rounds of the same depth
 
 
-class Restless:
+class RandomDepth:
     """A DepthPolicy at random. The longest rests are longer than what a drafter may miss."""
 
     adaptive = True

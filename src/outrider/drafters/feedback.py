@@ -1,16 +1,21 @@
-"""What drafting heads of the EAGLE family share: how their config.json is read, their layers, and the feedback loop.
+"""What drafting heads of the EAGLE family share: their layers, how a config.json describes them, and the feedback loop.
 A head reads the target's state before each token beside the token's embedding; then it goes on from its own output."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from outrider.drafters.base import Drafter, draft_chain, extend, no_draft, shifted, single_rows
+from outrider.drafters.base import Drafter, chain_rows, draft_chain, extend, no_draft, shifted, single_rows
+from outrider.drafters.reader import Reader
+from outrider.kernels import native
+from outrider.kernels.chain import NativeChain
+from outrider.kernels.dispatch import use_native
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import Block, DecoderBlock, attention_weights, mlp_weights
 from outrider.layers.embedding import Embedding, Head, embed_rows
@@ -18,56 +23,11 @@ from outrider.layers.mla import LatentAttention, LatentBlock, LatentShape, laten
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.rotary import Rotary
 from outrider.models.base import Target, refuse, require
-from outrider.types import Batch, Draft, Hidden, Resolved, Step, Verdict, Weight
+from outrider.types import Batch, Draft, Hidden, Step, Verdict, Weight
 
 FIRST_KEY = 1  # an entry stands at the index of its token and needs the state before it, so token 0 has none
 
 Module = TypeVar("Module", bound=nn.Module)
-
-
-class Reader:
-    """Looks a field up in several places. Two places that disagree are an error, never a silent choice."""
-
-    def __init__(self, config: dict[str, Any], tensors: Iterable[str | None] = ()) -> None:
-        layer = config.get("transformer_layer_config")
-        eagle = config.get("eagle_config")
-        self.is_speculators = "speculators_model_type" in config
-        if self.is_speculators and not isinstance(layer, dict):
-            raise ValueError("a speculators config.json needs transformer_layer_config: the file is incomplete")
-        self.layer: dict[str, Any] = layer if isinstance(layer, dict) else config
-        self.places: dict[str, dict[str, Any]] = {"config.json": config}
-        if isinstance(eagle, dict):
-            self.places["eagle_config"] = eagle
-        if self.layer is not config:
-            self.places["transformer_layer_config"] = self.layer
-        self.tensors = {name for name in tensors if name is not None}  # canonical names
-        self.provenance: dict[str, Resolved] = {}
-
-    def get(self, key: str, default: Any, *, places: tuple[str, ...] = ("config.json", "eagle_config")) -> Any:
-        found = {place: self.places[place][key] for place in places if self.places.get(place, {}).get(key) is not None}
-        values = list(found.values())
-        if any(value != values[0] for value in values[1:]):
-            said = ", ".join(f"{place} says {value!r}" for place, value in found.items())
-            raise ValueError(f"{key} is given twice and differs: {said}; remove the wrong one")
-        if values:
-            return self.note(key, values[0], " and ".join(found))
-        return self.note(key, default, "default")
-
-    def has(self, name: str, tensor: str, *keys: str) -> bool:
-        """Whether a tensor is there, which config.json may confirm under one of the keys but not deny."""
-        there = tensor in self.tensors
-        for key in keys:
-            for place, values in self.places.items():
-                if values.get(key) is not None and bool(values[key]) != there:
-                    raise ValueError(
-                        f"{place} says {key}={values[key]}, but the tensors say {there} ({tensor}): one of them "
-                        "belongs to another model"
-                    )
-        return self.note(name, there, "tensors")
-
-    def note(self, name: str, value: Any, source: str) -> Any:
-        self.provenance[name] = Resolved(value, source)
-        return value
 
 
 # ---- the layers ----
@@ -190,6 +150,7 @@ class FeedbackConfig(Protocol):
 class FeedbackNetwork(nn.Module):
     """(embedding, state, batch) -> what the head reads, and what is fed back."""
 
+    config: FeedbackConfig
     embed: Embedding | None  # None: the target's
     head: Head | None
 
@@ -231,10 +192,40 @@ class FeedbackDrafter(Drafter):
             normed, feedback = self._run(single_rows(step, ahead, tokens, FIRST_KEY, lag=1), feedback)
             return self.logits(normed)
 
-        return draft_chain(step, self.lookahead, self.logits(normed[extension.last]), advance, self.target_ids())
+        first = self.logits(normed[extension.last])
+        chain = self.native_chain() if step.sampling.greedy and use_native(first) else None
+        if chain is not None:
+            return draft_natively(chain, step, self.lookahead, first, feedback)
+        return draft_chain(step, self.lookahead, first, advance, self.target_ids())
+
+    def native_chain(self) -> tuple[NativeChain, Rotary] | None:
+        """What drafts the tokens after the first in one call, where it can; and what its layer turns by."""
+        return None
+
+    def reread(self, **changes: Any) -> Self:
+        other = twin(self)
+        other.config = replace(self.config, **changes)  # type: ignore[type-var]
+        other.taps = changes.get("taps", self.taps)
+        other.network = twin(self.network)
+        other.network.config = other.config
+        return other
 
     def _run(self, batch: Batch, state: Tensor) -> tuple[Tensor, Tensor]:
         return self.network(embed_rows(self.embed, batch), state, batch)
+
+
+def draft_natively(
+    chain: tuple[NativeChain, Rotary], step: Step, lookahead: int, first: Tensor, feedback: Tensor
+) -> Draft:
+    """As draft_chain(), greedily: `first` [B, V] are the logits after the newest token, `feedback` [B, H] the state."""
+    run, rotary = chain
+    rows, depth = chain_rows(step, FIRST_KEY, lag=1), step.depth
+    tokens = torch.zeros(lookahead, len(first), dtype=torch.long)
+    best = native.row_argmax(first)
+    tokens[0] = best if run.parts.ids is None else run.parts.ids[best]
+    if depth > 1:
+        run(tokens[:depth], feedback, rows, rotary(rows))
+    return Draft(tokens.T, torch.where(step.emits, depth, 0))
 
 
 def unless_same(own: Embedding | None, shared: Embedding) -> Embedding | None:

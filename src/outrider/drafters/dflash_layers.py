@@ -1,68 +1,76 @@
-"""Where the communities of the DFlash family keep their fields, and how its attention layers are described.
-Every field becomes one canonical form, and says where it was read."""
+"""The attention layers of a DFlash drafter: how a config.json describes them, and which keys the rows of a drafted
+block see in each, of the context before it and of the block itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.drafters.dflash_mask import LayerMask
-from outrider.drafters.head import Reader
+from outrider.drafters.feedback import twin
+from outrider.drafters.reader import Reader
+from outrider.kernels.attention import AttentionOptions
 from outrider.layers.attention import AttentionShape
+from outrider.layers.block import DecoderBlock
 from outrider.models.base import require
+from outrider.types import Batch
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_PREFIXES = ("model.", "logit_head.")
-_ALIASES = {
-    "encoder.fc.": "fc.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-    "final_norm.": "norm.",
-    "self_attn.attention_sink_bias": "self_attn.sinks",
-    "_codebook.weight": "_codebook",  # as z-lab's class saves them; its published files have them without
-}
 
 
-def canonical_name(name: str) -> str:
-    """The one name of a tensor, whatever the dialect."""
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    for old, new in _ALIASES.items():
-        name = name.replace(old, new)
-    return name
+@dataclass(frozen=True)
+class LayerMask:
+    window: int  # 0: everything before is seen
+    causal: bool  # a row of the block does not see those after it
+    anchored: bool = False  # the window ends before the block's first row, and all rows see the same of the context
+
+    def __post_init__(self) -> None:
+        if not self.window:
+            object.__setattr__(self, "anchored", False)
+
+    @property
+    def keys(self) -> int:
+        """A window as attention counts it: keys up to a row's index, its own among them."""
+        return self.window + 1 if self.anchored else self.window
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether attention asks the batch for the last key that a row sees. An anchored row's own index says only
+        where its window begins."""
+        return self.anchored or not self.causal
+
+    def shape(self, shape: AttentionShape) -> AttentionShape:
+        return replace(shape, window=self.keys, bidirectional=self.bidirectional)
+
+    def options(self, options: AttentionOptions) -> AttentionOptions:
+        return replace(options, window=self.keys, bidirectional=self.bidirectional)
+
+    def rows(self, batch: Batch) -> Batch:
+        """A block's batch as this layer takes it."""
+        if not self.anchored:
+            return batch
+        assert batch.last_key is not None, "only rows of a block have an anchor"
+        anchor = batch.last_key - (batch.max_rows - 1)
+        return replace(batch, indices=anchor, last_key=batch.indices if self.causal else batch.last_key)
+
+
+def remasked(block: DecoderBlock, mask: LayerMask) -> DecoderBlock:
+    """The same layer, with its weights and cache memory, under another mask."""
+    other, attention = twin(block), twin(block.attention)
+    attention.shape, attention.options = mask.shape(attention.shape), mask.options(attention.options)
+    other.attention = attention
+    other._native = None
+    return other
 
 
 class FamilyReader(Reader):
-    """Knows the places where this family's communities keep their fields, and the several names of a field."""
+    """Knows which member of the family a checkpoint is, and whose."""
 
     def __init__(self, config: dict[str, Any], tensors: Iterable[str]) -> None:
         super().__init__(config, tensors)
-        for name in ("dflash_config", "dspark_config"):
-            if isinstance(config.get(name), dict):
-                self.places[name] = config[name]
         self.is_muse = config.get("model_type") == "muse_glimmer_assistant"
         kind = str(config.get("speculators_model_type", "")) + " ".join(config.get("architectures") or [])
         self.kind = next((name for name in ("dspark", "dflash2") if name in kind.lower()), "dflash")
-
-    def one(self, *keys: str, default: Any = None) -> Any:
-        """A field under any of its names, in any place; noted under the first."""
-        found = self.found(*keys)
-        values = list(found.values())
-        if any(value != values[0] for value in values[1:]):
-            said = ", ".join(f"{place} says {value!r}" for place, value in found.items())
-            raise ValueError(f"{keys[0]} is given twice and differs: {said}; remove the wrong one")
-        if values:
-            return self.note(keys[0], values[0], " and ".join(found))
-        return default if default is None else self.note(keys[0], default, "default")
-
-    def found(self, *keys: str) -> dict[str, Any]:
-        """Where a field is given, and its value there."""
-        return {
-            f"{place} {key}": values[key]
-            for place, values in self.places.items()
-            for key in keys
-            if values.get(key) is not None
-        }
 
 
 def layer_kinds(reader: FamilyReader, num_layers: int) -> list[str]:
@@ -97,7 +105,7 @@ def read_attention(reader: FamilyReader, num_layers: int) -> tuple[AttentionShap
         else None,
     )
     sinks = [f"layers.{number}.self_attn.sinks" in reader.tensors for number in range(num_layers)]
-    wanted = reader.one("attention_sink_bias", default=any(sinks))
+    wanted = reader.get("attention_sink_bias", default=any(sinks))
     if bool(wanted) != any(sinks):
         raise ValueError(f"attention_sink_bias is {wanted}, but the tensors say {any(sinks)}: the config is another's")
     return tuple(replace(shape, sinks=sink) for sink in sinks)
@@ -111,8 +119,8 @@ def _bias(reader: FamilyReader) -> bool:
 
 
 def _window(reader: FamilyReader) -> int:
-    window = reader.one("swa_window_size") if reader.one("use_swa") else None
-    window = window or reader.one("sliding_window")
+    window = reader.get("swa_window_size") if reader.get("use_swa") else None
+    window = window or reader.get("sliding_window")
     if not isinstance(window, int) or window <= 0:
         raise ValueError("some layers look back on a window, but config.json has no sliding_window: add it")
     if reader.is_muse:  # transformers' two-sided mask counts the distance, so a row sees itself and `window` more
@@ -122,7 +130,7 @@ def _window(reader: FamilyReader) -> int:
 
 def read_masks(reader: FamilyReader, num_layers: int) -> tuple[LayerMask, ...]:
     kinds = layer_kinds(reader, num_layers)
-    everywhere = bool(reader.one("use_swa", default=False))
+    everywhere = bool(reader.get("use_swa", default=False))
     slides = [everywhere or kind == SLIDING for kind in kinds]
     window = _window(reader) if any(slides) else 0
     causal = _causality(reader, kinds, slides)
@@ -131,7 +139,7 @@ def read_masks(reader: FamilyReader, num_layers: int) -> tuple[LayerMask, ...]:
 
 
 def _anchored(reader: FamilyReader) -> bool:
-    said = reader.one("window_from_anchor")
+    said = reader.get("window_from_anchor")
     if said is None:  # engines count from every row, whoever trained
         source = "default of speculators' trainers" if reader.is_speculators else "default"
         return bool(reader.note("window_from_anchor", reader.is_speculators, source))
@@ -141,16 +149,17 @@ def _anchored(reader: FamilyReader) -> bool:
 def _causality(reader: FamilyReader, kinds: list[str], slides: list[bool]) -> list[bool]:
     """Whether a row of the block is hidden from the rows before it, by layer. Said for all layers, or for those with
     a window (speculators); else the layers that layer_types calls sliding are causal, and no others."""
-    overall = reader.one("is_causal", "causal")
-    both_ways = reader.one("sliding_window_non_causal")
+    overall = reader.get("is_causal", "causal")
+    bidirectional = reader.get("sliding_window_non_causal")
     if overall is not None:
-        if both_ways is not None and any(slides) and bool(overall) == bool(both_ways):
+        if bidirectional is not None and any(slides) and bool(overall) == bool(bidirectional):
             raise ValueError(
-                f"is_causal = {overall} and sliding_window_non_causal = {both_ways} contradict each other: remove one"
+                f"is_causal = {overall} and sliding_window_non_causal = {bidirectional} contradict each other: remove "
+                "one of them"
             )
         return [bool(overall)] * len(kinds)
-    if both_ways is not None:
-        causal, source = [slide and not both_ways for slide in slides], "sliding_window_non_causal, of windows only"
+    if bidirectional is not None:
+        causal, source = [slide and not bidirectional for slide in slides], "sliding_window_non_causal, of windows only"
     elif reader.is_muse or (reader.kind == "dflash2" and reader.is_speculators):
         causal, source = [False] * len(kinds), "default of the dialect"
     else:

@@ -1,0 +1,133 @@
+"""The drafters stage: `outrider train` makes both drafters of the embedded default.
+
+Prompts are written from the word lists; several processes let the target answer them, because the host is what a target
+this small waits for; then both drafters learn from the same texts, side by side on one device: first from short rows,
+which cost less, then from rows as long as the target's context, so that they do not fade with it.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from default_model.prompts import requests
+from default_model.small_talk import small_talk
+
+FOLDERS = {"eagle3": "drafter", "p_eagle": "parallel"}
+WINDOW = 128  # how far they look back: what is further off helps a draft little, and is what they fade with
+LONG = 12  # turns of a conversation that fills the target's context
+MORE = (
+    "Tell me more.", "Go on.", "What happened then?", "Why?", "Can you say that again?", "Thank you!",
+    "Tell me another story.", "And what did they do next?", "Who are you?", "Make it shorter.", "Give me an example.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DraftersOptions:
+    """What the drafters stage is asked for."""
+
+    data: Path
+    target: Path
+    out: Path
+    device: str
+    seed: int
+    processes: int = 10
+    prompts: int = 12_000  # of each process, more than it can answer
+    generate_minutes: float = 0.7
+    minutes: tuple[float, float] = (0.95, 0.6)  # of short rows, then of long ones
+    max_steps: int | None = None  # instead of minutes
+    row_lens: tuple[int, int] = (512, 2048)
+    tokens_per_step: int = 16384
+    methods: tuple[str, ...] = ("eagle3", "p_eagle")
+
+
+def prompts(seed: int) -> Iterator[dict[str, Any]]:
+    """Beginnings of texts, single requests, small talk, and conversations that go on for long."""
+    pick, source = random.Random(seed), requests(seed)
+    greetings = [item.prompt for item in small_talk(num_copies=1)]
+    while True:
+        request, kind = next(source), pick.random()
+        if kind < 0.45:
+            if request.opening:
+                yield {"text": request.opening}
+        elif kind < 0.85:
+            yield {"turns": [request.text]}
+        elif kind < 0.9:
+            yield {"turns": [pick.choice(greetings), request.text]}
+        else:
+            turns = [next(source).text if pick.random() < 0.6 else pick.choice(MORE) for _ in range(LONG)]
+            yield {"turns": [request.text, *turns]}
+
+
+def write_prompts(path: Path, count: int, seed: int, but: Sequence[str] = ()) -> list[str]:
+    """`but`: lines that are not to be among them."""
+    lines: list[str] = []
+    for entry in prompts(seed):
+        line = json.dumps(entry)
+        if line not in but:
+            lines.append(line)
+        if len(lines) == count:
+            break
+    path.write_text("\n".join(lines) + "\n")
+    return lines
+
+
+def _train(method: str, options: DraftersOptions, *flags: Any, **settings: Any) -> subprocess.Popen[bytes]:
+    """Begins `outrider train`; settings are its options, with their values."""
+    settings |= {"target": options.target, "device": options.device}
+    named = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", value)]
+    command = [sys.executable, "-m", "outrider", "train", method, *flags, *named]
+    print("$", " ".join(map(str, command[2:])), flush=True)
+    return subprocess.Popen([str(part) for part in command])
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in running:
+        if process.wait():
+            raise SystemExit(f"{' '.join(map(str, process.args))} failed")
+
+
+def write_texts(options: DraftersOptions) -> list[Path]:
+    """The target answers, in several processes; and prompts that it is not asked here."""
+    held_out = write_prompts(options.data / "held-out.jsonl", 60, options.seed + 999)
+    folders, running = [options.data / f"texts-{number}" for number in range(options.processes)], []
+    for number, folder in enumerate(folders):
+        data = options.data / f"prompts-{number}.jsonl"
+        write_prompts(data, options.prompts, options.seed + number, held_out)
+        settings = {"data": data, "out": folder, "turns": LONG + 1, "row_len": max(options.row_lens), "held_out": 1}
+        settings |= {"seed": options.seed + number, "generate_minutes": options.generate_minutes, "answer_tokens": 400}
+        running.append(_train("eagle3", options, "--texts-only", **settings))
+    _wait(running)
+    return [folder / "training" / "texts.safetensors" for folder in folders]
+
+
+def make_drafters(options: DraftersOptions) -> None:
+    """The target writes, the drafters learn, the best of each is kept. All else stays in the data folder."""
+    begin = time.monotonic()
+    options.data.mkdir(parents=True, exist_ok=True)
+    texts = [part for path in write_texts(options) for part in ("--texts", path)]
+    print(f"texts after {time.monotonic() - begin:.0f} s", flush=True)
+    for number, (row_len, minutes) in enumerate(zip(options.row_lens, options.minutes, strict=True)):
+        length = {"minutes": minutes} if options.max_steps is None else {"max_steps": options.max_steps}
+        rates = {"matrix_rate": 5e-3, "rate": 5e-4} if number else {"matrix_rate": 1e-2, "rate": 1e-3}
+        judging = {"data": options.data / "held-out.jsonl", "held_out": 60, "validations": 3, "patience": 0}
+        size = {"depth": 5, "row_len": row_len, "tokens_per_step": options.tokens_per_step, "window": WINDOW}
+        running = []
+        for method in options.methods:
+            settings = {**judging, **size, **length, **rates, "seed": options.seed + number}
+            settings["out"] = options.data / f"{method}-{number}"
+            if number:
+                settings["init"] = options.data / f"{method}-{number - 1}"
+            running.append(_train(method, options, "--train-vocabulary", *texts, **settings))
+        _wait(running)
+        print(f"rows of {row_len} after {time.monotonic() - begin:.0f} s", flush=True)
+    for method in options.methods:
+        folder = options.out / FOLDERS[method]
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).write_bytes((options.data / f"{method}-1" / name).read_bytes())
