@@ -205,3 +205,27 @@ def test_nothing_left_after_cutting(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "nothing is left" in done.stderr
     assert load_texts(tmp_path / "out" / "training" / "texts.safetensors", {}) is None
+
+
+def test_texts_of_one_run_teach_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written by one, learnt from by another, which asks the target nothing but what validation asks."""
+    data = write(tmp_path / "prompts.jsonl", [{"prompt": ask.format("a dog")} for ask in ASKS])
+    few = ("eagle3", "--data", data, *SMALL, "--answer-tokens", "16", "--held-out", "2", "--json")
+    made = run(*few, "--out", tmp_path / "texts", "--texts-only")
+    assert made.exit_code == 0, made.output
+    said = json.loads(made.stdout)
+    assert said["count"] == len(ASKS) - 1  # one in five is held out
+    monkeypatch.setattr(LLM, "generate", counted(LLM.generate, calls := []))
+    done = run(
+        *few, "--out", tmp_path / "drafter", "--texts", said["texts"], "--texts", said["texts"], "--max-steps", "1"
+    )
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["texts"] == 2 * said["count"]
+    assert len(calls) == 4  # two validations at two temperatures
+    for wrong, why in (
+        (("--texts-only", "--max-steps", "1"), "--texts-only trains nothing"),
+        (("--texts", data, "--max-steps", "1"), "holds no texts of a run"),
+    ):
+        refused = run(*few, "--out", tmp_path / "no", *wrong)
+        assert refused.exit_code == 2
+        assert why in refused.stderr

@@ -64,7 +64,9 @@ def train_command(
     layers: Annotated[int | None, option(DRAFTER, "--layers", metavar="N", help="Layers of the drafter.")] = None,
     taps: Annotated[str | None, option(DRAFTER, "--taps", metavar="LIST", help="The target's states it reads.")] = None,
     post_norm: Annotated[bool, option(DRAFTER, "--post-norm", help="eagle3: feed the normed state back.")] = False,
-    window: Annotated[int, option(DRAFTER, "--window", metavar="N", help="eagle3: look back so far only.")] = 0,
+    window: Annotated[
+        int, option(DRAFTER, "--window", metavar="N", help="eagle3, p_eagle: look back so far only.")
+    ] = 0,
     draft_vocabulary: Annotated[
         int | None, option(DRAFTER, "--draft-vocabulary", metavar="N", help=_VOCABULARY_HELP)
     ] = None,

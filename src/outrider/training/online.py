@@ -19,7 +19,7 @@ from outrider.llm import LLM
 from outrider.training.checkpoint import copy_into, exported, read_fresh, write_drafter
 from outrider.training.optimizer import Rates
 from outrider.training.run import training_copy
-from outrider.training.teacher import Teacher, check_target
+from outrider.training.teacher import PAGE_SIZE, Teacher, check_target
 from outrider.training.texts import Rows, Text, fill
 from outrider.training.trainer import Lessons, Trainer
 
@@ -120,7 +120,9 @@ class OnlineLearner:
         return True
 
     def _rows(self, texts: list[Text]) -> Rows:
-        return fill([[text] for text in texts], self.options.row_len)
+        """As long as the longest of them: whoever comes meanwhile waits for the step."""
+        longest = max(len(text.tokens) for text in texts)
+        return fill([[text] for text in texts], -(-longest // PAGE_SIZE) * PAGE_SIZE)
 
     def _judge(self) -> None:
         now = {name: value.clone() for name, value in self._trainer.optimizer.average.items()}
