@@ -102,10 +102,6 @@ class Tensors:
         last = target.layers[-1]
         self.source = last if plan.warm and isinstance(last, DecoderBlock) and _fits(last, mould) else None
 
-    @property
-    def is_warm(self) -> bool:
-        return self.source is not None
-
     def matrix(self, num_rows: int, num_columns: int, scale: float = 1.0) -> Tensor:
         return torch.randn(num_rows, num_columns, generator=self.random) * scale * num_columns**-0.5
 

@@ -44,10 +44,6 @@ def read_fresh(directory: Path) -> Fresh:
         checkpoint.close()
 
 
-def begin_drafter(directory: Path, fresh: Fresh) -> None:
-    write_drafter(directory, fresh.config, fresh.tensors)
-
-
 def exported(drafter: Drafter, values: Mapping[str, Tensor], fresh: Fresh) -> dict[str, Tensor]:
     """The tensors of the checkpoint that the drafter was made from, with what its parameters are now. `values`: by
     parameter; what is not there has not been trained."""
