@@ -141,6 +141,7 @@ def test_worlds_follow_from_their_seeds() -> None:
     # every option that a request has is drawn, and left out, somewhere
     usual, left_out = SamplingParams(), {"shown_special_ids", "skip_special_tokens", "prediction", "trace"}
     left_out |= {"detokenize", "structured_outputs", "output_kind"}  # of how it is said, or another name for it
+    left_out |= {"learn"}  # of what becomes of the answer
     left_out |= {"extra_args"}  # filters that packages bring: tests/test_from_outside.py
     for name in vars(usual):
         found = {repr(getattr(asked.params, name)) == repr(getattr(usual, name)) for w in worlds for asked in w.asked}

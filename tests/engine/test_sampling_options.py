@@ -40,6 +40,7 @@ a_request = st.fixed_dictionaries(
 ON_THE_HOST = {
     *(
         "n",
+        "learn",
         "max_tokens",
         "ignore_eos",
         "stop",

@@ -2,9 +2,12 @@
 the text."""
 
 import itertools
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +37,16 @@ ALWAYS = {"model": str(DEFAULT_DIRECTORY / "drafter"), "adaptive": False}
 ASKED = [{"role": "user", "content": "Tell me about walking in nature."}]
 OTHERS = [[{"role": "user", "content": f"What is a good way to {way}?"}] for way in ("rest", "travel")]
 LONG = SamplingParams(temperature=0.8, seed=3, max_tokens=300, ignore_eos=True)
+
+
+@pytest.fixture
+def remembering(tmp_path: Path) -> dict[str, Any]:
+    """The same without its window: it never forgets what was spoilt."""
+    shutil.copytree(DEFAULT_DIRECTORY / "drafter", tmp_path / "drafter")
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if key not in ("layer_types", "sliding_window")}
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(kept))
+    return {**ALWAYS, "model": str(tmp_path / "drafter")}
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +113,10 @@ class Since:
         return 1 + (now.accepted - self.before.accepted) / (now.rounds - self.before.rounds)
 
 
-def test_a_spoilt_memory_is_rebuilt(truth: dict[int, list[int]]) -> None:
+def test_a_spoilt_memory_is_rebuilt(truth: dict[int, list[int]], remembering: dict[str, Any]) -> None:
     found = {}
     for watchdog in (True, False):
-        with LLM(None, ALWAYS, watchdog=watchdog) as llm:
+        with LLM(None, remembering, watchdog=watchdog) as llm:
             request = start(llm)
             run(llm, lambda: request.num_outputs > 60)  # noqa: B023
             assert request.speculation.accept_length > 1.5

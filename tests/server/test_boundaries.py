@@ -287,7 +287,7 @@ def test_after_the_reasoning_the_grammar_rules(server: Running, told: Scripted) 
 
 def test_without_reasoning_the_grammar_rules_from_the_start(server: Running, told: Scripted) -> None:
     told.script = None
-    opening = {token: -100 for token in range(4096) if told.vocabulary.spelt[token].startswith(b"<")}
+    opening = {token: -100 for token in range(4096) if told.vocabulary.token_bytes[token].startswith(b"<")}
     answer = whole(server, body_of(response_format=FORM, max_tokens=160, logit_bias=opening))
     assert "reasoning_content" not in answer.message
     assert json.loads(answer.message["content"]).keys() == {"hours"}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
@@ -207,6 +208,22 @@ def test_errors_and_other_routes_are_passed_on(routed: Routed) -> None:
         assert httpx.get(f"{alone}/health/ready").status_code == 503
         answer = httpx.post(f"{alone}/v1/completions", json={"prompt": PROMPT})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+
+
+def test_a_path_cannot_name_another_host(routed: Routed) -> None:
+    """http://replica + @elsewhere/... would be asked of elsewhere."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        elsewhere.settimeout(0.5)
+        port = elsewhere.getsockname()[1]
+        address = httpx.URL(routed.url)
+        for target in (f"@127.0.0.1:{port}/v1/models", f"nobody@127.0.0.1:{port}/v1/models"):
+            with socket.create_connection((address.host, address.port or 80), timeout=10) as client:
+                client.sendall(f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+                heard.append(client.recv(100))
+        with pytest.raises(TimeoutError):
+            elsewhere.accept()
+    assert all(re.match(rb"HTTP/1.1 4\d\d ", answer) for answer in heard), heard
 
 
 def talk(url: str, number: int) -> list[int]:

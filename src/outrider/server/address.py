@@ -9,9 +9,11 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+Sockets = list[socket.socket]
+
 
 @contextmanager
-def taken(host: str, port: int) -> Iterator[list[socket.socket]]:
+def taken(host: str, port: int) -> Iterator[Sockets]:
     """The sockets to listen on, closed again in the end."""
     sockets = _take(host, port)
     try:
@@ -21,7 +23,7 @@ def taken(host: str, port: int) -> Iterator[list[socket.socket]]:
             each.close()
 
 
-def _take(host: str, port: int) -> list[socket.socket]:
+def _take(host: str, port: int) -> Sockets:
     """Bound sockets, one for each address that the host's name stands for. They do not listen yet: clients are turned
     away until there is something to answer them."""
     try:

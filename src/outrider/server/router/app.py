@@ -88,6 +88,8 @@ class RouterApplication:
             self.num_sequences -= 1
 
     async def _response(self, request: Request, path: str) -> Response:
+        if not path.startswith("/"):  # behind a replica's address it could name another host
+            raise ApiError(404, f"there is no {path!r}", "not_found")
         if path.startswith("/health"):
             return self._health(path)
         if path == "/metrics":

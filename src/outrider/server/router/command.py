@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from socket import socket
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
@@ -12,7 +11,7 @@ import typer
 from outrider.commands import option
 from outrider.console import open_consoles, show_note
 from outrider.extras import extra_missing
-from outrider.server.address import port_of, taken
+from outrider.server.address import Sockets, port_of, taken
 from outrider.server.command import AccessOptions, Drain, Plan, settled_access, url_of
 from outrider.server.log import log, log_to_stderr
 from outrider.server.serve_options import HttpOptions, RayOptions
@@ -25,7 +24,7 @@ _GROUP = "Replicas"
 _PATIENCE_HELP = "Seconds that a request waits where no replica is ready."
 _REQUESTS_HELP = "Requests under way at once, at most."
 
-Urls = Annotated[list[str], typer.Argument(help="Where the replicas are, as http://host:8000.", metavar="URL...")]
+Urls = Annotated[list[str], typer.Argument(help="Where the replicas are, as http://host:8000.", metavar="URL")]
 Patience = Annotated[float, option(_GROUP, "--patience", metavar="X", help=_PATIENCE_HELP, min=0)]
 MaxRequests = Annotated[int, option(_GROUP, "--max-requests", metavar="N", help=_REQUESTS_HELP, min=1)]
 
@@ -38,7 +37,7 @@ def route_command(
     max_requests: MaxRequests = 1024,
     shutdown_timeout: Drain = 30.0,
 ) -> None:
-    """One address in front of several `outrider serve` of the same model.
+    """Put one address in front of several servers of the same model.
 
     A conversation goes back to the replica that knows it. Where a replica ends,
     its requests are asked again elsewhere, and its streams go on with the same
@@ -75,7 +74,7 @@ def serve_on_ray(plan: Plan, ray: RayOptions, access: AccessOptions, http: HttpO
 
 
 def run_router(
-    fleet: Fleet, sockets: list[socket], given: AccessOptions, http: HttpOptions, max_requests: int, drain: float
+    fleet: Fleet, sockets: Sockets, given: AccessOptions, http: HttpOptions, max_requests: int, drain: float
 ) -> None:
     """Until it is told to end."""
     from outrider.server.router.app import RouterApplication
