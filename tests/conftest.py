@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: tests run its kernels on the CPU
+    with suppress(ImportError):
+        from interpreting import patch_once_a_kernel
+
+        patch_once_a_kernel()
 
 os.environ.pop("OUTRIDER_MODEL", None)  # tests mean the embedded model where they name none
 
