@@ -76,7 +76,7 @@ def test_two_stages(family: str, target_path: Callable[..., Path]) -> None:
         assert torch.equal(taps, whole_taps)
 
 
-@pytest.mark.parametrize("vocab_size", [257, 1000])
+@pytest.mark.parametrize("vocab_size", [257, 1000, 49_152])
 @pytest.mark.parametrize("tied", [False, True])
 def test_any_vocabulary(tied: bool, vocab_size: int, target_path: Callable[..., Path]) -> None:
     path = target_path("llama", vocab_size=vocab_size, tie_word_embeddings=tied, **THREE)
