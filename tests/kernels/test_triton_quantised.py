@@ -13,7 +13,7 @@ CUDA = torch.cuda.is_available()
 pytest.importorskip("triton")
 
 from outrider.kernels.gpu import quantised as gpu  # noqa: E402
-from outrider.kernels.gpu import sliced  # noqa: E402
+from outrider.kernels.gpu import sliced, widen  # noqa: E402
 from outrider.kernels.quantised import (  # noqa: E402
     FP4_VALUES,
     Kind,
@@ -98,7 +98,7 @@ def test_dense_matrices_are_sliced_too(num_inputs: int, inner: int) -> None:
     weight = torch.randn(34, inner, generator=generator).to(DEVICE, dtype)
     residual = torch.randn(num_inputs, 34, generator=generator).to(DEVICE, dtype)
     found = sliced.linear(
-        x, weight, sliced.DENSE, residual=residual, part=sliced.DENSE_PART, group=0, gated=False, exact=False, out=None
+        x, weight, widen.DENSE, residual=residual, part=widen.DENSE_PART, group=0, gated=False, exact=False, out=None
     )
     wanted = x.float() @ weight.float().T + residual.float()
     close = 1e-5 if dtype is torch.float32 else 2e-2

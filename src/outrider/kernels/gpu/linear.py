@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.gpu import launch, sliced
+from outrider.kernels.gpu import launch, sliced, widen
 from outrider.kernels.gpu.epilogue import finish
 
 SMALL = 2**22  # numbers in a weight: time goes into starting, not into reading
@@ -93,9 +93,9 @@ def linear(
     """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up.
     `exact`: a row's bits do not depend on how many there are. `out`: where to put the result, dense."""
     if tile is None and not exact and not gated and _is_better_sliced(len(x), weight):
-        part = sliced.DENSE_PART
+        part = widen.DENSE_PART
         return sliced.linear(
-            x, weight, sliced.DENSE, bias=bias, residual=residual, part=part, group=0, gated=False, exact=False, out=out
+            x, weight, widen.DENSE, bias=bias, residual=residual, part=part, group=0, gated=False, exact=False, out=out
         )
     x = x if x.stride(-1) == 1 else x.contiguous()
     residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()

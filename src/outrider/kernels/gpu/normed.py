@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.activation import Activation, silu_mul
-from outrider.kernels.gpu import gates, launch, sliced
+from outrider.kernels.gpu import gates, launch, sliced, widen
 from outrider.kernels.gpu.gates import activated
 from outrider.kernels.gpu.linear import SMALL
 from outrider.kernels.gpu.sums import operand, sums
@@ -89,7 +89,7 @@ def linear(
     rows, (num_rows, inner) = x.x, x.x.shape
     gate, alpha, limit = (gates.NONE, 1.0, 0.0) if activation is None else gates.gate_of(activation)
     two = gates.has_two(gate)
-    form = operand(weight, SHORT_PART if inner < SHORT else sliced.DENSE_PART)
+    form = operand(weight, SHORT_PART if inner < SHORT else widen.DENSE_PART)
     num_columns = form.num_rows // 2 if two else form.num_rows
     out = rows.new_empty(num_rows, num_columns) if out is None else out
     if not num_rows:

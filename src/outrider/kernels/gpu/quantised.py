@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.gpu import sliced
+from outrider.kernels.gpu import sliced, widen
 from outrider.kernels.quantised import Quantised, scales
 
 BLOCK = 1024  # words that a program widens
@@ -31,7 +31,7 @@ def linear(
     return sliced.linear(
         x,
         weight.data,
-        sliced.NUMBERS[weight.kind],
+        widen.NUMBERS[weight.kind],
         weight.scale,
         weight.offset,
         bias,
@@ -59,7 +59,7 @@ def _dense(
         fits = (word < num_words) & (place < inner)
         number = (bits >> (16 // PARTS * part)) & (2 ** (16 // PARTS) - 1)
         at = place // GROUP * scale_stride + row
-        value = sliced.widened(number, KIND, tl.float32) * tl.load(scale + at, mask=fits, other=0.0).to(tl.float32)
+        value = widen.widened(number, KIND, tl.float32) * tl.load(scale + at, mask=fits, other=0.0).to(tl.float32)
         if HAS_OFFSET:
             value += tl.load(offset + at, mask=fits, other=0.0).to(tl.float32)
         if HAS_ORDER:
@@ -74,7 +74,7 @@ def dense(weight: Quantised, dtype: torch.dtype) -> Tensor:
     _dense[(num_rows, triton.cdiv(num_words, BLOCK))](
         weight.data, scale, scale if weight.offset is None else weight.offset,
         weight.data if weight.order is None else weight.order, out, num_words, weight.num_columns,
-        scale.stride(0), KIND=sliced.NUMBERS[weight.kind], PARTS=weight.kind.num_parts, PART=weight.part,
+        scale.stride(0), KIND=widen.NUMBERS[weight.kind], PARTS=weight.kind.num_parts, PART=weight.part,
         GROUP=weight.group, HAS_OFFSET=weight.offset is not None, HAS_ORDER=weight.order is not None, BLOCK=BLOCK,
     )  # fmt: skip
     return out

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.gpu import sliced
+from outrider.kernels.gpu import widen
 from outrider.kernels.quantised import Quantised, QuantisedStack
 
 
@@ -25,7 +25,7 @@ def _plus_powers(total, bits, a0, a1, a2, a3, words, IEEE: tl.constexpr, FAST: t
     """total + bits . a of fp4 in groups of 32, whose scales are powers of two; a run has four of them in one word."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     nothing = tl.zeros_like(total)
-    w0, w1, w2, w3 = sliced._quarters(bits, 2, a0.dtype, FAST)
+    w0, w1, w2, w3 = widen.quarters(bits, 2, a0.dtype, FAST)
     total += tl.dot(w0, a0, nothing, input_precision=precision) * _power(words, 0)[:, :, None]
     total += tl.dot(w1, a1, nothing, input_precision=precision) * _power(words, 1)[:, :, None]
     total += tl.dot(w2, a2, nothing, input_precision=precision) * _power(words, 2)[:, :, None]
@@ -91,7 +91,7 @@ def sums(
             words = tl.load(scales, mask=scale_fits, other=0)
             total = _plus_powers(total, bits, a0, a1, a2, a3, words, IEEE, FAST)
         else:
-            total = sliced._plus(
+            total = widen.plus(
                 total, bits, a0, a1, a2, a3, m0, m1, m2, m3, scale_at, offset_at, number[:, None], inner, scale_stride,
                 KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST,
             )  # fmt: skip
@@ -101,7 +101,7 @@ def sums(
                 words = tl.load(scales + num_columns, mask=scale_fits, other=0)
                 second = _plus_powers(second, bits, a0, a1, a2, a3, words, IEEE, FAST)
             else:
-                second = sliced._plus(
+                second = widen.plus(
                     second, bits, a0, a1, a2, a3, m0, m1, m2, m3, scale_at + num_columns, offset_at + num_columns,
                     number[:, None], inner, scale_stride, KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST,
                 )  # fmt: skip
@@ -128,24 +128,24 @@ class Operand:
 
     @property
     def num_parts(self) -> int:
-        return 1 if self.kind == sliced.DENSE else 2 if self.kind > 2 else 4
+        return 1 if self.kind == widen.DENSE else 2 if self.kind > 2 else 4
 
     @property
     def run(self) -> int:
         return self.num_parts * self.part
 
 
-def operand(weight: Tensor | Quantised | QuantisedStack, dense_part: int = sliced.DENSE_PART) -> Operand:
+def operand(weight: Tensor | Quantised | QuantisedStack, dense_part: int = widen.DENSE_PART) -> Operand:
     """weight [E, N, K] or [N, K], dense or in few bits."""
     if isinstance(weight, Tensor):
         num_rows, inner = weight.shape[-2:]
         rows = weight if weight.dim() == 2 else weight.flatten(0, 1)
-        return Operand(rows, None, None, num_rows, inner, sliced.DENSE, dense_part, 0)
+        return Operand(rows, None, None, num_rows, inner, widen.DENSE, dense_part, 0)
     matrix = weight if isinstance(weight, Quantised) else weight.matrix
     num_rows, inner = len(matrix.data), matrix.num_columns
     if isinstance(weight, QuantisedStack):
         num_rows //= weight.num_matrices
     is_flat = len(matrix.scale) == 1 and matrix.offset is None and not matrix.has_exponents
-    kind, group = sliced.NUMBERS[matrix.kind], 0 if is_flat else matrix.group
+    kind, group = widen.NUMBERS[matrix.kind], 0 if is_flat else matrix.group
     scale, offset, powers = matrix.scale, matrix.offset, matrix.has_exponents
     return Operand(matrix.data, scale, offset, num_rows, inner, kind, matrix.part, group, powers, matrix.order)

@@ -1,0 +1,161 @@
+"""Numbers of 4 and 8 bits as numbers of 16, in registers, and the product of a run of them with inputs: what every
+kernel does that reads a matrix in few bits. Kinds have numbers here; a matrix of 16 bits is one of them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider.kernels.quantised import Kind
+
+DENSE = 5
+DENSE_PART = 128  # numbers of 16 bits in a run
+NUMBERS = {Kind.INT4: 0, Kind.UINT4: 1, Kind.FP4: 2, Kind.INT8: 3, Kind.FP8: 4}
+
+
+@triton.jit
+def widened(number, KIND: tl.constexpr, dtype: tl.constexpr):
+    """What the bits of a number mean; all of them are exact in 16 bits."""
+    if KIND == 4:
+        value = number.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    elif KIND == 3:
+        value = number.to(tl.uint8).to(tl.int8, bitcast=True).to(tl.float32).to(dtype)
+    elif KIND == 2:
+        size = number & 7
+        value = tl.where(size < 5, size * 0.5, tl.where(size == 5, 3.0, tl.where(size == 6, 4.0, 6.0)))
+        value = tl.where(number > 7, -value, value).to(dtype)
+    else:
+        value = (number.to(tl.float32) - (8.0 if KIND == 0 else 0.0)).to(dtype)
+    return value
+
+
+def _asm(*lines: str) -> tl.constexpr:
+    return tl.constexpr("{ .reg .b32 t, u, v; " + " ".join(lines) + " }")
+
+
+def _whole(zero: str) -> tl.constexpr:
+    """Two words of 16 bits -> four pairs of bfloat16, n - zero: 0x4300 | n is 128 + n there."""
+    lines = [f"mov.b32 v, {zero};"]
+    for part in range(4):
+        lines += [f"shr.b32 t, $4, {4 * part};", "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;"]
+        lines += [f"sub.rn.bf16x2 ${part}, t, v;"]
+    return _asm(*lines)
+
+
+def _shifted(name: str, source: str, by: int) -> str:
+    return f"shl.b32 {name}, {source}, {by};" if by >= 0 else f"shr.b32 {name}, {source}, {-by};"
+
+
+def _fp4() -> tl.constexpr:
+    """The sign to the top, exponent and mantissa to the end of the exponent; times 2^126."""
+    lines = ["mov.b32 v, 0x7e807e80;"]
+    for part in range(4):
+        lines += [_shifted("t", "$4", 6 - 4 * part), "and.b32 t, t, 0x01c001c0;", _shifted("u", "$4", 12 - 4 * part)]
+        lines += ["lop3.b32 t, u, 0x80008000, t, 0xea;", f"mul.rn.bf16x2 ${part}, t, v;"]
+    return _asm(*lines)
+
+
+def _fp8() -> tl.constexpr:
+    """As of fp4, with four bits of exponent and three of mantissa; times 2^120."""
+    lines = ["mov.b32 v, 0x7b807b80;"]
+    for part in range(2):
+        lines += [_shifted("t", "$2", 8 - 8 * part), "shr.b32 u, t, 4;", "and.b32 u, u, 0x07f007f0;"]
+        lines += ["lop3.b32 t, t, 0x80008000, u, 0xea;", f"mul.rn.bf16x2 ${part}, t, v;"]
+    return _asm(*lines)
+
+
+INT4_ASM, UINT4_ASM, FP4_ASM, FP8_ASM = _whole("0x43084308"), _whole("0x43004300"), _fp4(), _fp8()
+
+
+@triton.jit
+def quarters(bits, KIND: tl.constexpr, dtype: tl.constexpr, FAST: tl.constexpr):
+    """Words of 16 bits -> their four numbers. FAST: in bfloat16, two words at a time."""
+    if FAST:
+        ASM: tl.constexpr = INT4_ASM if KIND == 0 else (UINT4_ASM if KIND == 1 else FP4_ASM)
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            ASM, "=r,=r,=r,=r,r", [bits], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2
+        )
+    else:
+        w0 = widened(bits & 15, KIND, dtype)
+        w1 = widened((bits >> 4) & 15, KIND, dtype)
+        w2 = widened((bits >> 8) & 15, KIND, dtype)
+        w3 = widened((bits >> 12) & 15, KIND, dtype)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def halves(bits, KIND: tl.constexpr, dtype: tl.constexpr, FAST: tl.constexpr):
+    """Words of 16 bits -> their two numbers."""
+    if FAST and KIND == 4:
+        w0, w1 = tl.inline_asm_elementwise(FP8_ASM, "=r,=r,r", [bits], (tl.bfloat16, tl.bfloat16), True, 2)
+    else:
+        w0 = widened(bits & 255, KIND, dtype)
+        w1 = widened((bits >> 8) & 255, KIND, dtype)
+    return w0, w1
+
+
+@triton.jit
+def _scaled(
+    total, part, mass, scale_at, offset_at, number, inner, stride,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Adds the sums of a group [S, N, M] as what they stand for; mass [S, M]: the sum of its inputs. number [S, 1]: one
+    of the group."""
+    at = number // GROUP * stride
+    fits = EVEN | (number < inner)
+    total += part * tl.load(scale_at + at, mask=fits, other=0.0).to(tl.float32)[:, :, None]
+    if HAS_OFFSET:
+        total += mass[:, None, :] * tl.load(offset_at + at, mask=fits, other=0.0).to(tl.float32)[:, :, None]
+    return total
+
+
+@triton.jit
+def plus(
+    total, bits, a0, a1, a2, a3, m0, m1, m2, m3, scale_at, offset_at, number, inner, stride,
+    KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    IEEE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """total + bits . a, of a run in each slice; m: the sums of each a. number [S, 1]: the first of each run. GROUP 0:
+    scaled in the end."""
+    precision: tl.constexpr = "ieee" if IEEE else "tf32"
+    PARTS: tl.constexpr = 1 if KIND == 5 else (2 if KIND > 2 else 4)
+    PIECES: tl.constexpr = PARTS if GROUP == 0 or GROUP >= PARTS * PART else GROUP // PART  # that share a scale
+    nothing = tl.zeros_like(total)
+    part = nothing if GROUP > 0 else total
+    mass = 0.0
+    dtype = a0.dtype
+    if PARTS == 1:
+        part = tl.dot(bits, a0, part, input_precision=precision)
+    elif PARTS == 2:
+        w0, w1 = halves(bits, KIND, dtype, FAST)
+        part = tl.dot(w0, a0, part, input_precision=precision)
+        mass = m0
+        if PIECES == 1:
+            total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
+            part, mass, number = nothing, mass * 0.0, number + PART
+        part = tl.dot(w1, a1, part, input_precision=precision)
+        mass += m1
+    else:
+        w0, w1, w2, w3 = quarters(bits, KIND, dtype, FAST)
+        part = tl.dot(w0, a0, part, input_precision=precision)
+        mass = m0
+        if PIECES == 1:
+            total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
+            part, mass, number = nothing, mass * 0.0, number + PART
+        part = tl.dot(w1, a1, part, input_precision=precision)
+        mass += m1
+        if PIECES <= 2:
+            total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
+            part, mass, number = nothing, mass * 0.0, number + PART * PIECES
+        part = tl.dot(w2, a2, part, input_precision=precision)
+        mass += m2
+        if PIECES == 1:
+            total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
+            part, mass, number = nothing, mass * 0.0, number + PART
+        part = tl.dot(w3, a3, part, input_precision=precision)
+        mass += m3
+    if GROUP > 0:
+        total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
+    else:
+        total = part
+    return total
