@@ -106,7 +106,7 @@ def test_it_learns_ten_sequences_by_heart(
     assert shares[-1]["loss"] < 0.2 * shares[0]["loss"]
 
 
-@pytest.mark.parametrize("form", ["eagle3, few tokens", "p_eagle"])
+@pytest.mark.parametrize("form", ["eagle3, few tokens", "p_eagle", "mtp, one module"])
 def test_fewer_places_change_none_of_the_others(
     form: str, target_path: Callable[..., Path], tmp_path: Path, texts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, disti
 from outrider.drafters.feedback import FIRST_KEY as FIRST_KEY
 from outrider.drafters.feedback import FeedbackDrafter, FeedbackNetwork, actual_names, layer_weights, unless_same
 from outrider.drafters.fresh import Fresh, Mould, Plan, Tensors, offsets
-from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, judged, num_kept, rows_of, teaching
+from outrider.drafters.lesson import Guess, Lesson, Loss, judged, teaching, unrolled
 from outrider.kernels.chain import ChainParts, NativeChain
 from outrider.kernels.quantised import Quantised
 from outrider.layers.attention import SelfAttention
@@ -207,7 +207,8 @@ class Eagle3(FeedbackDrafter):
         made, taps = Tensors(target, mould, plan), plan.taps or distinct_taps(target.num_layers)
         ids = plan.draft_ids
         tensors = {
-            "fc.weight": made.last_of(len(taps)),
+            # a state that is far larger than what a layer adds to it would drown that
+            "fc.weight": made.last_of(len(taps)) / (1.0 if plan.post_norm else plan.size_of(taps[-1])),
             **made.layer("midlayer." if num_layers == 1 else "layers.0.", inputs=2),
             "norm.weight": made.final_norm(),
             "lm_head.weight": made.head(ids),
@@ -244,20 +245,8 @@ class Eagle3(FeedbackDrafter):
 
     def guesses(self, lesson: Lesson) -> list[Guess]:
         """A row is made of the taps of one token and the embedding of the next, which is the newest that it knows."""
-        branches, length = Branches(lesson, self.config.layers.windows[0]), lesson.shape[1]
-        order, anchors, part = lesson.order(), branches.columns, None
-        state, found = self._features(lesson.taps.flatten(0, 1)), []
-        for ahead in range(lesson.depth):
-            if ahead:
-                states, anchors = state.unflatten(0, anchors.shape), order[:, : num_kept(length, ahead)]
-                states = _taken(states, anchors) if ahead == 1 else states[:, : anchors.shape[1]]
-                state, part = states.flatten(0, 1), Grown(anchors, depth=ahead)
-            tokens = lesson.tokens.gather(1, (anchors + 1 + ahead).clamp(max=length - 1))
-            places = lesson.places.gather(1, anchors) + ahead
-            normed, state = self._run(rows_of(tokens, places, branches.of(part)), state)
-            newest, whole = (anchors + 1).clamp(max=length - 1), lesson.reaches(1).gather(1, anchors)
-            found.append(Guess(normed.unflatten(0, anchors.shape), newest, ahead, whole))
-        return found
+        state = self._features(lesson.taps.flatten(0, 1))
+        return unrolled(lesson, self.config.layers.windows[0], state, self._run)
 
     def frozen(self) -> tuple[str, ...]:
         return ("network.embed.weight", "network.head.weight", "network.d2t")
@@ -325,8 +314,3 @@ class Eagle3(FeedbackDrafter):
         if network.fc is not None and network.fc.bias is not None:
             weights["fc.bias"] = Weight(("fc.bias",))
         return weights
-
-
-def _taken(values: Tensor, columns: Tensor) -> Tensor:
-    """values [R, S, H] at columns [R, A] -> [R, A, H]."""
-    return values.gather(1, columns[..., None].expand(-1, -1, values.shape[2]))

@@ -3,6 +3,7 @@ It begins as a copy of the target's last layer where their shapes agree, else wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ class Plan:
     warm: bool = True  # it begins as a copy of the target's last layer, where their shapes agree
     mask_token: int | None = None  # stands for what is not known yet
     window: int = 0  # how far it looks back; 0: no limit
+    size_of: Callable[[int], float] = lambda tap: 1.0  # root mean square of the target's states after so many layers
     seed: int = 0
 
 

@@ -296,3 +296,29 @@ def rows_of(tokens: Tensor, positions: Tensor, attending: Branches) -> Batch:
         max_rows=1,
         attending=attending,
     )
+
+
+Run = Callable[[Batch, Tensor], tuple[Tensor, Tensor]]  # rows and their states -> what the head reads, what is fed back
+
+
+def unrolled(lesson: Lesson, window: int, state: Tensor, run: Run) -> list[Guess]:
+    """A network drafts from every place of the text at once, each step from its own output of the step before, beside
+    the text's tokens; the further ahead, from the fewer places. `state` [R S, H]: what it reads at first."""
+    branches, length = Branches(lesson, window), lesson.shape[1]
+    order, anchors, part, found = lesson.order(), branches.columns, None, []
+    for ahead in range(lesson.depth):
+        if ahead:
+            states, anchors = state.unflatten(0, anchors.shape), order[:, : num_kept(length, ahead)]
+            states = taken(states, anchors) if ahead == 1 else states[:, : anchors.shape[1]]
+            state, part = states.flatten(0, 1), Grown(anchors, depth=ahead)
+        tokens = lesson.tokens.gather(1, (anchors + 1 + ahead).clamp(max=length - 1))
+        places = lesson.places.gather(1, anchors) + ahead
+        read, state = run(rows_of(tokens, places, branches.of(part)), state)
+        newest, whole = (anchors + 1).clamp(max=length - 1), lesson.reaches(1).gather(1, anchors)
+        found.append(Guess(read.unflatten(0, anchors.shape), newest, ahead, whole))
+    return found
+
+
+def taken(values: Tensor, columns: Tensor) -> Tensor:
+    """values [R, S, H] at columns [R, A] -> [R, A, H]."""
+    return values.gather(1, columns[..., None].expand(-1, -1, values.shape[2]))
