@@ -25,7 +25,7 @@ from plot_results import COLOURS, Plot
 from outrider import LLM, SamplingParams
 from outrider.bench import peer_transformers  # noqa: F401  (they register themselves)
 from outrider.bench.interleave import interleave, num_equal, paired_ratio
-from outrider.bench.peers import PeerOptions, PeerUnavailable, open_peers
+from outrider.bench.peers import PeerOptions, PeerUnavailable, open_peers, peers
 from outrider.bench.prompts import PromptChoice
 from outrider.bench.sides import OutriderSide, Side
 from outrider.certify.proof import certify_config
@@ -66,20 +66,19 @@ def engine(arguments: argparse.Namespace, drafter: str | None, **speculative: An
         yield llm
 
 
-def accept_lengths(arguments: argparse.Namespace, drafter: str) -> dict[str, Any]:
+def accept_lengths(arguments: argparse.Namespace, name: str, drafter: str) -> Iterator[dict[str, Any]]:
     """By prompt file and temperature, of full drafts."""
-    found: dict[str, Any] = {}
     with engine(arguments, drafter, force=True) as llm:
         for path in arguments.prompts:
-            prompts = prompts_of(llm, path, arguments.limit)
+            prompts, found = prompts_of(llm, path, arguments.limit), {}
             for temperature in arguments.temperatures:
                 params = SamplingParams(max_tokens=arguments.max_tokens, temperature=temperature, seed=1)
                 total = total_speculation(llm.generate(prompts, params))
                 shares = [round(share, 3) for share in total.acceptance_per_position]
                 figures = {"accept_length": round(total.accept_length, 3), "rounds": total.rounds, "positions": shares}
-                found.setdefault(path.stem, {})[f"{temperature:g}"] = figures
-                say(f"{Path(drafter).name:<12} {path.stem:<12} T={temperature:<4g} {total.accept_length:.2f}  {shares}")
-    return found
+                found[f"{temperature:g}"] = figures
+                say(f"{name:<12} {path.stem:<12} T={temperature:<4g} {total.accept_length:.2f}  {shares}")
+            yield {name: {path.stem: found}}
 
 
 def speeds(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -90,7 +89,10 @@ def speeds(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         sides: list[Side] = [OutriderSide("plain", plain)]
         for name, drafter in arguments.draft.items():
             say(f"starting {name}")
-            sides.append(OutriderSide(name, opened.enter_context(engine(arguments, drafter))))
+            try:
+                sides.append(OutriderSide(name, opened.enter_context(engine(arguments, drafter))))
+            except ValueError as reason:  # it agrees with the target so little that the engine does not take it
+                say(f"{name} is left out: {reason}")
         for batch in arguments.batches:
             yield {str(batch): _race(arguments, sides, prompts, batch)}
         dtype, length = plain.target.embed.weight.dtype, ROOM + arguments.speed_tokens + 1
@@ -247,6 +249,8 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(given)
     if unknown := set(arguments.only) - set(PARTS):
         parser.error(f"--only knows {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
+    if unknown := [name for name in arguments.against if name not in peers]:
+        parser.error(f"--against knows no {', '.join(unknown)}: see outrider bench latency --help")
     named = [each.split("=", 1) if "=" in each else [Path(each).name, each] for each in arguments.draft]
     arguments.draft = dict(named)
     return arguments
@@ -256,8 +260,8 @@ def main() -> None:
     arguments = parsed()
     report = Report(arguments.out, arguments)
     for name, drafter in arguments.draft.items():
-        if "accept" in arguments.only:
-            report.add("accept", {name: accept_lengths(arguments, drafter)})
+        for found in accept_lengths(arguments, name, drafter) if "accept" in arguments.only else ():
+            report.add("accept", found)
     if "speed" in arguments.only:
         for found in speeds(arguments):
             report.add("speed", found)
