@@ -19,9 +19,8 @@ def test_drafters_are_measured_side_by_side(tmp_path: Path, monkeypatch: pytest.
     prompts = tmp_path / "animals.jsonl"
     prompts.write_text(json.dumps({"prompt": "Tell a story about a cat."}) + "\n")
     pair = [str(DEFAULT_DIRECTORY / "target"), str(prompts), "--draft", f"own={DEFAULT_DIRECTORY / 'drafter'}"]
-    few = (
-        "-k 3 --max-tokens 24 --speed-tokens 8 --limit 2 --runs 1 --batches 1,2 --speed-batches 1 --device cpu".split()
-    )
+    lengths = ["-k", "3", "--max-tokens", "24", "--speed-tokens", "8", "--limit", "2", "--runs", "1"]
+    few = [*lengths, "--batches", "1,2", "--speed-batches", "1", "--device", "cpu"]
     given = [*pair, "--out", str(tmp_path / "out"), *few, "--against", ""]
     for part in ("accept", "speed"):  # two runs complete each other's report
         monkeypatch.setattr(sys, "argv", ["measure_drafters", *given, "--only", part])

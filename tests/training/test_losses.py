@@ -159,6 +159,8 @@ def test_the_fused_head_and_loss(
     """In torch, and in Triton, interpreted."""
     monkeypatch.setattr(dispatch, "is_home", lambda x: fused)
     monkeypatch.setattr("outrider.kernels.head_loss.CHUNK_ELEMENTS", {"cpu": 150})  # three rows at a time
+    if fused:
+        monkeypatch.setattr("outrider.kernels.gpu.head_loss.BLOCK", 16)  # and a row in several parts
     torch.manual_seed(0)
     hidden, weight = torch.randn(7, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
     teacher, teacher_head = torch.randn(7, 6), HeadMatrix(torch.randn(50, 6), softcap)
