@@ -204,6 +204,8 @@ class Eagle3(FeedbackDrafter):
     @classmethod
     def fresh(cls, target: Target, plan: Plan) -> Fresh:
         mould, num_layers = Mould.of(target), plan.num_layers or 1
+        # a copy would begin without the newest token, and learns slower
+        plan = replace(plan, warm=bool(plan.warm))
         made, taps = Tensors(target, mould, plan), plan.taps or distinct_taps(target.num_layers)
         ids = plan.draft_ids
         tensors = {

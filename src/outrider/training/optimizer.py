@@ -16,7 +16,7 @@ NUM_ITERATIONS = 5
 
 @dataclass(frozen=True)
 class Rates:
-    matrices: float = 1e-2  # Muon
+    matrices: float = 2e-2  # Muon
     others: float = 1e-3  # AdamW
     weight_decay: float = 0.0
     momentum: float = 0.95
