@@ -2,8 +2,8 @@
 
 python scripts/measure_drafters.py TARGET PROMPTS.jsonl ... --draft DIR [--draft NAME=DIR ...] --out FOLDER [-k 7]
 - accept: tokens a round with K drafts, by prompt file and temperature
-- speed: tokens a second at every batch size, adaptive, greedy, all sides in turn in one process: plain, every drafter,
-  and other engines (--against transformers-compiled, transformers-lookup; what is not installed is named and left out)
+- speed: tokens a second at every batch size, adaptive, greedy, all sides in turn in one process: plain, every drafter
+  (efficiency: of the tokens that a round brings, the share that is won in time), and other engines (--against transformers-compiled, transformers-lookup; what is not installed is named and left out)
 - proof: `outrider certify --exact` on every pair
 --only accept,speed does some of it; runs into the same folder complete each other's report. Progress goes to standard
 error; FOLDER/drafters.json, drafters.md and two pictures are written as far as figures are there.
@@ -124,7 +124,8 @@ def _race(arguments: argparse.Namespace, sides: Sequence[Side], prompts: list[li
             "same_answers": f"{num_equal(record, records[0])} of {len(record.tokens)}",
         }
         if record.speculation is not None:
-            found[record.name]["accept_length"] = round(record.speculation.accept_length, 3)
+            length = record.speculation.accept_length
+            found[record.name] |= {"accept_length": round(length, 3), "efficiency": round(ratio.median / length, 3)}
         say(f"batch {batch:<4} {record.name:<24} {speed.median:>10,.0f} tokens/s  {ratio.median:.2f} of plain "
             f"({ratio.low:.2f}-{ratio.high:.2f}), same answers {found[record.name]['same_answers']}")  # fmt: skip
     return found
@@ -180,17 +181,27 @@ def table(whole: dict[str, Any]) -> str:
             lines.append(f"| {name} | {' | '.join(cells)} |")
     if speed := whole.get("speed"):
         names = list(dict.fromkeys(name for sides in speed.values() for name in sides))
-        lines += ["", "Tokens a second (times plain):", "", "| batch | " + " | ".join(names) + " |"]
+        lines += [
+            "",
+            "Tokens a second (times plain; tokens a round as served, efficiency):",
+            "",
+            "| batch | " + " | ".join(names) + " |",
+        ]
         lines.append("|---" * (len(names) + 1) + "|")
         for batch, sides in speed.items():
             known = [sides.get(name) for name in names]
-            cells = [f"{s['tokens_per_second']:,.0f} ({s['times_plain']['median']:.2f})" if s else "" for s in known]
+            cells = [f"{s['tokens_per_second']:,.0f} ({_won(s)})" if s else "" for s in known]
             lines.append(f"| {batch} | {' | '.join(cells)} |")
     if proven := whole.get("proof"):
         lines += ["", "`outrider certify --exact`:", ""]
         lines += [f"- {name}: {each['verdict']}, {each['accepted']} drafts accepted, {each['rejected']} rejected"
                   for name, each in proven.items()]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _won(side: dict[str, Any]) -> str:
+    times = f"{side['times_plain']['median']:.2f}"
+    return f"{times}; {side['accept_length']:.2f} a round, {side['efficiency']:.2f}" if "efficiency" in side else times
 
 
 def _columns(accept: dict[str, Any]) -> list[tuple[str, str]]:

@@ -31,7 +31,9 @@ def test_drafters_are_measured_side_by_side(tmp_path: Path, monkeypatch: pytest.
         "1": {"plain", "own"},
         "2": {"plain", "own"},
     }
-    assert report["speed"]["2"]["own"]["same_answers"] == "2 of 2"
+    own = report["speed"]["2"]["own"]
+    assert own["same_answers"] == "2 of 2"
+    assert own["efficiency"] == pytest.approx(own["times_plain"]["median"] / own["accept_length"], abs=0.01)
     table = (tmp_path / "out" / "drafters.md").read_text()
     assert "| | animals, T = 0 | animals, T = 1 |" in table
     assert "| batch | plain | own |" in table
