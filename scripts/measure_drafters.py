@@ -3,7 +3,8 @@
 python scripts/measure_drafters.py TARGET PROMPTS.jsonl ... --draft DIR [--draft NAME=DIR ...] --out FOLDER [-k 7]
 - accept: tokens a round with K drafts, by prompt file and temperature
 - speed: tokens a second at every batch size, adaptive, greedy, all sides in turn in one process: plain, every drafter
-  (efficiency: of the tokens that a round brings, the share that is won in time), and other engines (--against transformers-compiled, transformers-lookup; what is not installed is named and left out)
+  (efficiency: of the tokens that a round brings, the share that is won in time), and other engines (--against
+  transformers-compiled,transformers-lookup; what is not installed is named and left out)
 - proof: `outrider certify --exact` on every pair
 --only accept,speed does some of it; runs into the same folder complete each other's report. Progress goes to standard
 error; FOLDER/drafters.json, drafters.md and two pictures are written as far as figures are there.
