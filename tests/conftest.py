@@ -12,9 +12,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: tests run its kernels on the CPU
     with suppress(ImportError):
-        from interpreting import patch_once_a_kernel
+        from interpreting import speed_up
 
-        patch_once_a_kernel()
+        speed_up()
 
 os.environ.pop("OUTRIDER_MODEL", None)  # tests mean the embedded model where they name none
 
