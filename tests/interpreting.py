@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from triton._utils import validate_block_shape
 from triton.language import core, standard
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -56,6 +57,7 @@ def describe_types_once() -> None:
     described: dict[tuple[Any, ...], dict[str, Any]] = {}
     numpy_types: dict[str, np.dtype[Any]] = {}
     compare, numpy_type = core.tuple.__eq__, interpreter._get_np_dtype
+    spread = TritonSemantic.broadcast_impl_value
     scalar = {"shape": core.tuple([]), "numel": core.constexpr(1)}
 
     def describe(self: Any, element_ty: Any, shape: Any) -> None:
@@ -92,17 +94,22 @@ def describe_types_once() -> None:
         other = core._unwrap_if_constexpr(other)
         return isinstance(other, core.dtype) and self.name == other.name
 
-    def hold(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
+    def hold(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.__dict__.update(type.of_tensors if type.is_block() else scalar)
 
-    def known_numpy_type(type: Any) -> Any:  # noqa: A002
+    def known_numpy_type(type: Any) -> Any:
         name = type.scalar.name
         if name not in numpy_types:
             numpy_types[name] = numpy_type(type)
         return numpy_types[name]
 
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        blocks = lhs.type.is_block() and rhs.type.is_block()
+        return (lhs, rhs) if blocks and lhs.type.shape.values == rhs.type.shape.values else spread(self, lhs, rhs)
+
     core.block_type.__init__, core.block_type.__eq__ = describe, same_block
     core.tuple.__eq__, core.dtype.__eq__ = same_tuple, same_scalar
     core.tensor.__init__ = hold
     interpreter._get_np_dtype = known_numpy_type
+    TritonSemantic.broadcast_impl_value = broadcast
