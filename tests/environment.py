@@ -1,9 +1,16 @@
 """What tests are surrounded by: Triton interpreted where there is no GPU, one thread, and time that is made up."""
 
+import functools
 import os
 from contextlib import suppress
 
 import torch
+
+with suppress(ImportError):
+    from httpx._transports import default as transport
+
+    # certificates are read once for all clients: they take longer than what is asked here, and nobody shows any
+    transport.create_ssl_context = functools.cache(transport.create_ssl_context)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: tests run its kernels on the CPU
