@@ -14,7 +14,7 @@ from outrider.bench.load.soak_clients import QUESTIONS, Crowd, Replay, SoakTally
 @pytest.mark.slow
 def test_a_short_soak() -> None:
     """Ten minutes of it: outrider bench soak."""
-    soak = run_soak(9, threads=1)
+    soak = run_soak(14, threads=1)
     assert soak.failures == []
     done = soak.crowd.tally.done
     assert min(done[name] for name in ("turns", "leave", "be_killed", "be_bound", "ask_for_several")) > 0
