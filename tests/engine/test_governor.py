@@ -271,7 +271,7 @@ def test_an_engine_in_made_up_time(recorded: bool, request: pytest.FixtureReques
     settings = {"model": str(DEFAULT_DIRECTORY / "drafter"), "synthetic_acceptance_rates": [0.9, 0.0]}
     params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
     rates = {}
-    for depth in (0, 2, 5, None):
+    for depth in (0, 2, 5, None) if recorded else (0, 1, 2, 3, 5, None):
         with (
             LLM(None, settings, device="cpu", max_num_seqs=4, max_model_len=512, watchdog=None) as llm,
             ExitStack() as how,
