@@ -2,7 +2,7 @@
 
 python scripts/ablate_training.py OUT --target TARGET --data CHATS.jsonl --minutes 3 [--only base,ce] [-- MORE OPTIONS]
 One table on standard output. Options after -- go to every run. A row differs from `base` (regenerated answers, random
-start, Kullback-Leibler, one layer) in what it is named for. `own answers` needs data that holds answers.
+start, a mixed loss, one layer) in what it is named for. `own answers` needs data that holds answers.
 """
 
 import argparse
@@ -17,7 +17,7 @@ VARIANTS: dict[str, list[str]] = {
     "own answers": [],  # of the data, instead of the target's
     "warm start": ["--warm-start"],
     "ce": ["--loss", "ce"],
-    "mixed": ["--loss", "mixed"],
+    "kl": ["--loss", "kl"],
     "two layers": ["--layers", "2"],
 }
 HELD_OUT = 40

@@ -82,7 +82,7 @@ class _Branches(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         q, keys, values, own_keys, own_values, bias, scores, total, out, whole_sum, *kept = ctx.saved_tensors
-        group, size = q.shape[3] // keys.shape[2], q.shape[1:3]
+        group, size, slope = q.shape[3] // keys.shape[2], q.shape[1:3], slope.contiguous()
         queries, past_out, past_slope = (x.flatten(1, 2).transpose(1, 2) for x in (q, out, slope))
         wide_keys, wide_values = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (keys, values))
         by_q, *by_wide = _attend_backward(

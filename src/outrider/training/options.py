@@ -37,7 +37,7 @@ class TrainOptions:
     window: int = 0
     draft_vocabulary: int | None = None
     train_vocabulary: bool = False
-    loss: str = "kl"
+    loss: str = "mixed"
     row_len: int | None = None
     tokens_per_step: int | None = None
     rates: Rates = field(default_factory=Rates)
