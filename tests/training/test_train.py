@@ -217,6 +217,13 @@ def test_texts_of_one_run_teach_another(tmp_path: Path, monkeypatch: pytest.Monk
     assert made.exit_code == 0, made.output
     said = json.loads(made.stdout)
     assert said["count"] == len(ASKS) - 1  # one in five is held out
+    with monkeypatch.context() as changed:  # in batches, of which several are under way at once: the same texts
+        changed.setattr("outrider.training.run.BATCH", 3)
+        for count in (1, 2):
+            changed.setattr("outrider.training.run.NUM_STREAMS", {"cpu": count})
+            assert run(*few, "--out", tmp_path / str(count), "--texts-only").exit_code == 0
+        alone, beside = (load_file(str(tmp_path / f"{count}/training/texts.safetensors")) for count in (1, 2))
+        assert all(torch.equal(alone[name], beside[name]) for name in alone)
     monkeypatch.setattr(LLM, "generate", counted(LLM.generate, calls := []))
     done = run(
         *few, "--out", tmp_path / "drafter", "--texts", said["texts"], "--texts", said["texts"], "--max-steps", "1"

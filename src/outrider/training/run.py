@@ -37,7 +37,7 @@ from outrider.training.trainer import ALONE, Lessons, Trainer, World
 from outrider.types import Checkpoint
 
 BATCH = 128  # conversations that are answered together, turn by turn
-NUM_STREAMS = 4  # such batches on a GPU side by side, so that it has enough to do when one of them ends
+NUM_STREAMS = {"cpu": 1, "cuda": 4}  # such batches side by side, so that a GPU has enough to do when one of them ends
 CACHE_BYTES = 4 * 2**30  # of the engine that validates, on a GPU: the rest is for training
 
 
@@ -155,10 +155,10 @@ class Run:
             how = replace(options.answers, seed=options.seed * 7919 + first)
             return regenerate(llm, asked[first : first + BATCH], how, shown, deadline)
 
-        batches = range(0, len(asked), BATCH)
-        if options.torch_device.type != "cuda":
+        batches, num_streams = range(0, len(asked), BATCH), NUM_STREAMS[options.torch_device.type]
+        if num_streams == 1:
             return [text for first in batches for text in answered(first)]
-        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        with ThreadPoolExecutor(num_streams) as pool:
             try:
                 return [text for texts in pool.map(answered, batches) for text in texts]
             finally:
