@@ -192,9 +192,6 @@ def test_what_is_refused_of_targets(
     (bare / "tokenizer_config.json").write_text("{}")
     assert "has no chat template" in run("eagle3", *few, "--target", bare).stderr
     assert "outrider train knows" in run("ngram", *few).stderr
-    hybrid = tiny.save_target(tmp_path / "hybrid", "nemotron_h")
-    tiny.save_tokenizer(hybrid)
-    assert "recurrent" in run("eagle3", *few, "--target", hybrid, "--no-chat").stderr
     monkeypatch.setattr(options, "_room", lambda device: 1000)
     assert "there is no room for one row of 256 tokens" in run("eagle3", *few).stderr
 

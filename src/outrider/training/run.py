@@ -31,7 +31,7 @@ from outrider.training.course import Course, OnProgress, Progress, Result
 from outrider.training.dialects import in_speculators_format
 from outrider.training.options import LOSSES, TrainOptions, parts_of, trainable_method
 from outrider.training.regenerate import as_they_are, regenerate
-from outrider.training.teacher import Teacher, check_target, size_of
+from outrider.training.teacher import Teacher, size_of
 from outrider.training.texts import Text, counted, coverage, frequent, load_texts, pack, read_texts, save_texts, usable
 from outrider.training.trainer import ALONE, Lessons, Trainer, World
 from outrider.types import Checkpoint
@@ -77,7 +77,6 @@ class Run:
             raise ValueError(
                 f"{_named(options.data)} holds no answers: leave out --regenerate no, so that the target answers"
             )
-        check_target(outline)
         self.parts = parts_of(options, outline, world.size)
         if world.size > 1 and options.max_steps is None:
             raise ValueError("several processes must take the same steps: give --max-steps instead of --minutes")
