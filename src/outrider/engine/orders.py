@@ -66,6 +66,12 @@ class Orders:
         said_at = None if said is None else self._attach(*said)
         self._send(do="finish", number=number, said=said_at, gathers=gathers, draft_width=draft_width)
 
+    def land(self, number: int, *, at_once: bool) -> None:
+        """Of rounds in stages: what the last one tells of it is to be heard, before anything else that follows."""
+        self._orders.append({"do": "land", "number": number})
+        if at_once:
+            self._send()
+
     def logits(self, states: Tensor) -> None:
         """Tells all ranks that logits of hidden states [R, H] are wanted, of the whole vocabulary."""
         self._send(do="logits", states=self._attach(states))
@@ -98,7 +104,7 @@ class Orders:
         return list(range(len(self._tensors) - len(tensors), len(self._tensors)))
 
     def _send(self, **order: Any) -> None:
-        orders, tensors = [*self._orders, order], self._tensors
+        orders, tensors = [*self._orders, order] if order else self._orders, self._tensors
         self._orders, self._tensors = [], []
         self._channel.send(orders, tensors)
 
