@@ -6,20 +6,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-from made_up_time import MadeUpTime
-from samples import drafter_settings
-from test_conformance import SMALL, fixed, ids, make_prompts
+from fuzz_pairs import Pairs
+from samples import Oracle
+from test_conformance import SMALL, ids, make_prompts
 from thread_ranks import Meeting, ThreadWorkers
 
 from outrider import LLM, SamplingParams, pair
+from outrider.certify import trial
+from outrider.certify.fuzz import Truth, run_world
+from outrider.certify.trial import FuzzFigures, Pair, open_engine
+from outrider.certify.worlds import MAX_MODEL_LEN, World, draw_world
 from outrider.config import EngineConfig
 from outrider.engine import engine, team
+from outrider.engine.pages import PagePool
 from outrider.engine.round import CHECKS, Pass
 from outrider.engine.stages import StagedRound
 from outrider.engine.team import RankPlace, Team, join
@@ -105,3 +110,50 @@ def test_stages_are_at_work_on_different_groups(
         together = [gate.slots[number + ahead] for ahead in range(num_stages)]
         assert [len(slots) for slots in together] == [2] * num_stages
         assert len(set.union(*together)) == count, "nobody is in two rounds at once"
+
+
+# random worlds: requests come and go, are preempted, start over, find the pages of others
+
+
+def open_staged(world: World, pair: Pair) -> LLM:
+    """Few pages where the world has few: the first rank alone keeps the books."""
+    llm = open_engine(replace(world, spare_pages=None), pair)
+    if world.spare_pages is not None:
+        scheduler = llm.engine.scheduler
+        num_pages = scheduler._pages_for(MAX_MODEL_LEN) + world.spare_pages
+        scheduler.pool = PagePool(min(num_pages + 1, scheduler.pool.num_pages), scheduler.pool._forgets)
+    return llm
+
+
+def run_staged(seed: str, pair: Pair, sizes: tuple[int, int], truth: Truth, patch: pytest.MonkeyPatch) -> FuzzFigures:
+    """The world of a seed where there are so many ranks and stages. A step that is broken off would end the engine."""
+    world = replace(draw_world(seed, truth.ground), faults={})
+    answers = {asked.number: truth.answers(asked) for asked in world.asked}
+    patch.setattr(Oracle, "truth", [[*each.prompt, *each.outputs] for made in answers.values() for each in made])
+    patch.setattr(Oracle, "skill", world.skill)
+    patch.setattr(trial, "open_engine", open_staged)
+    truth.tolerance = 0.0 if sizes[0] == 1 else 1e-4  # ranks add up otherwise than one does, stages do not
+    config = replace(pair.config, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
+    figures, failure = run_world(world, replace(pair, config=config), truth, answers)
+    assert failure is None, f"world {seed}, {pair.name}, {sizes}: request {failure.request}, {failure.what}"
+    return figures
+
+
+WORLDS = [
+    ("llama oracle", (1, 2)),
+    ("nemotron_h oracle", (1, 3)),
+    ("qwen3 ngram+eagle3", (2, 2)),
+    ("llama suffix", (1, 2)),
+]
+
+
+def test_in_random_worlds_everybody_is_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs, total = Pairs(tmp_path), FuzzFigures()
+    for number, (name, sizes) in enumerate(WORLDS):
+        pair = pairs.pair(name)
+        truth = Truth(pair)
+        monkeypatch.setenv(CHECKS, "1" if number % 2 else "")
+        total.add(run_staged(f"3-{number}", pair, sizes, truth, monkeypatch))
+        truth.close()
+    happened = vars(total)
+    assert [name for name, value in happened.items() if not value] == ["faults", "recorded_rounds"], happened

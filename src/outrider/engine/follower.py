@@ -28,6 +28,8 @@ class Follower:
             orders, tensors = self._channel.receive()
             for order in orders:
                 self._obey(order, tensors)
+        if self._engine.target.stage is not None:
+            self._engine.target.stage.settle()
 
     def _obey(self, order: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         engine, what = self._engine, order["do"]

@@ -152,6 +152,8 @@ class Scheduler:
             admitted.append(work_or_none.request)
             budget -= work_or_none.num_rows
         plan = [work for work in plan if work.request.status is Status.RUNNING]
+        if not plan and not room and self.running:  # a whole group has made room for others
+            return self.next(depth, flying=flying, follows=follows)
         assert plan or flying or not self.has_work or self.waiting, "running requests that cannot run"
         return Plan(plan, admitted, self.snapshots.plan(plan) if self.snapshots is not None else [])
 

@@ -65,7 +65,10 @@ class Stage:
         """No more rounds are under way than there are stages: what was sent in those before has been received."""
         if sent is not None:
             self._under_way.append(sent)
-        most = self.count * (2 + self.last_rank) if self.is_last else self.count
+        self.settle(self.count * (2 + self.last_rank) if self.is_last else self.count)
+
+    def settle(self, most: int = 0) -> None:
+        """Waits until no more than so many messages are under way: one that is given up would never come."""
         while len(self._under_way) > most:
             self._under_way.popleft().wait()
 
