@@ -187,6 +187,8 @@ class Engine:
         """Sends a round to the device: all of it, or, where a grammar waits for the outcome of a round under way, the
         target's pass, which needs no grammar."""
         work = plan.work
+        if self.orders is not None:
+            self.orders.waits = not (self._is_staged and self._flights)
         self._place(plan)
         rests = self.drafting.rests(work, depth)
         if rests:
@@ -211,6 +213,7 @@ class Engine:
             assert isinstance(parts, EagerRound)
             parts.draft_width = width = self.drafting.draft_width(plan, flight.shape)
             gathers = (wants_logprobs(plan), wants_prompt_logprobs(plan))
+            self.orders.waits = not self._is_staged
             self.orders.finish(parts.number, said, gathers=gathers, draft_width=width)
         flight.left = parts, said
         if not self._is_staged:

@@ -34,6 +34,7 @@ class Orders:
         self._orders: list[dict[str, Any]] = []
         self._tensors: list[Tensor] = []
         self._number = 0  # of the last round
+        self.waits = True  # until others have heard it: they have nothing else to do, and should begin at once
 
     def place(self, placing: Placing) -> None:
         if not placing:
@@ -107,6 +108,8 @@ class Orders:
         orders, tensors = [*self._orders, order] if order else self._orders, self._tensors
         self._orders, self._tensors = [], []
         self._channel.send(orders, tensors)
+        if self.waits:
+            self._channel.settle()
 
 
 def _plain(value: Any) -> Any:
