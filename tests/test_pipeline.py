@@ -112,6 +112,45 @@ def test_stages_are_at_work_on_different_groups(
         assert len(set.union(*together)) == count, "nobody is in two rounds at once"
 
 
+def test_the_slot_of_a_request_that_was_given_up(
+    target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stage has yet to hear of its round: whoever is given the slot must not be mistaken for it. And what is
+    under way when all give up harms neither those who come later nor the end."""
+    use(GlooThreadWorkers, monkeypatch)
+    monkeypatch.setattr(team, "FOREVER", timedelta(seconds=2 * SECONDS))
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    prompts = make_prompts(3)
+    with LLM(target_path("llama"), None, **SMALL) as llm:
+        expected = ids(llm.generate(prompts, params))
+    with LLM(target_path("llama"), None, pipeline_parallel_size=2, **SMALL) as llm:
+        short, given_up, last = (llm.requests_for(prompt, params, 0)[0] for prompt in prompts)
+        short.params = replace(params, max_tokens=1)
+        llm.engine.add(short)
+        llm.engine.add(given_up)
+        llm.engine.step()
+        assert short.finished
+        assert given_up.flying
+        slot = given_up.slot
+        llm.engine.abort(given_up)
+        llm.engine.add(last)
+        llm.engine.step()
+        llm.engine.step()
+        assert last.slot == slot
+        while llm.engine.has_work:
+            llm.engine.step()
+        assert last.outputs == expected[2]
+        for prompt in prompts:
+            llm.engine.add(llm.requests_for(prompt, params, 0)[0])
+        llm.engine.step()
+        for request in list(llm.engine.scheduler.running):
+            llm.engine.abort(request)
+        assert ids(llm.generate(prompts, params)) == expected
+        llm.engine.add(llm.requests_for(prompts[0], params, 0)[0])
+        llm.engine.add(llm.requests_for(prompts[1], params, 0)[0])
+        llm.engine.step()
+
+
 # random worlds: requests come and go, are preempted, start over, find the pages of others
 
 

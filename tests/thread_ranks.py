@@ -188,3 +188,4 @@ class ThreadWorkers:
     def end(self) -> None:
         for thread in self._threads:
             thread.join(SECONDS)
+            assert not thread.is_alive(), "a rank has not ended"
