@@ -102,15 +102,15 @@ class StagedRound(Round):
             if width:
                 assert draft is not None
                 parts += [draft.tokens.flatten(), draft.count]
-        self._stage.tell(torch.cat(parts))
+        self._stage.tell(torch.cat(parts).long())
         return draft
 
     def _hear(self, step: Step, width: int) -> tuple[Verdict, Draft | None]:
         """On all others: what the last stage tells. All come to the verdict that it came to."""
         count, num_judged = len(step.batch.slots), len(step.judged)
         drafted = 0 if self._reads_tokens_only else width
-        room = step.starts.new_empty(num_judged + (count * (drafted + 1) if drafted else 0))
-        said = self._stage.hear(room)
+        size = num_judged + (count * (drafted + 1) if drafted else 0)
+        said = self._stage.hear(torch.empty(size, dtype=torch.long, device=step.starts.device))
         verdict, tokens = judge(step, said[:num_judged]), said[num_judged:]
         if not drafted:
             return verdict, None
