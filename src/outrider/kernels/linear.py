@@ -11,7 +11,7 @@ from outrider.kernels.norm import Normed
 from outrider.kernels.packed import Packed
 from outrider.kernels.quantised import Quantised
 
-MANY_ROWS = 64  # of the input: widening a matrix in few bits, for a library's product, is faster
+MANY_ROWS = 256  # of the input: widening a matrix in few bits, for a library's product, is faster
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.gpu import launch, sliced, widen
-from outrider.kernels.gpu.epilogue import finish
+from outrider.kernels.gpu.epilogue import beside, finish
+from outrider.kernels.gpu.launch import prefetch
 
 SMALL = 2**22  # numbers in a weight: time goes into starting, not into reading
 WIDE = 16384  # outputs that make enough programs for any tile
@@ -26,15 +27,6 @@ class Tile:
     stages: int
     warps: int
     ahead: int = 0  # bytes of every weight row that are fetched before the input is there
-
-
-@triton.jit
-def _prefetch(pointers, SIZE: tl.constexpr):
-    """Brings so many bytes from each pointer on nearer, without waiting for them."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [pointers.to(tl.int64), tl.full(pointers.shape, SIZE, tl.int32)], tl.int32, False, 1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -54,10 +46,14 @@ def _linear(
             tl.extra.cuda.gdc_launch_dependents()
         if AHEAD > 0:
             ahead = weight + tl.minimum(column, num_columns - 1).to(tl.int64) * inner
-            _prefetch(ahead, AHEAD)
+            prefetch(ahead, AHEAD)
             if GATED:
-                _prefetch(ahead + up_shift, AHEAD)
+                prefetch(ahead + up_shift, AHEAD)
         tl.extra.cuda.gdc_wait()
+    fits = row_fits[:, None] & column_fits[None, :]
+    first_bias, second_bias, more = beside(
+        bias, residual, row[:, None], column[None, :], fits, num_columns, residual_stride, GATED, HAS_BIAS, HAS_RESIDUAL
+    )
     weight_at = weight + column.to(tl.int64)[:, None] * inner + place[None, :]
     x_at = x + row.to(tl.int64)[:, None] * x_stride + place[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -74,8 +70,8 @@ def _linear(
     if EARLY == 2:
         tl.extra.cuda.gdc_launch_dependents()
     finish(
-        total, second, bias, residual, out, row[:, None], column[None, :], row_fits[:, None] & column_fits[None, :],
-        num_columns, residual_stride, GATED, HAS_BIAS, HAS_RESIDUAL,
+        total, second, first_bias, second_bias, more, out, row[:, None], column[None, :], fits, num_columns,
+        GATED, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
 
 

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.gpu import sliced, widen
+from outrider.kernels.gpu import sliced, wide, widen
 from outrider.kernels.quantised import Quantised, scales
 
 BLOCK = 1024  # words that a program widens
+FEW_ROWS = 32  # that are sliced over warps
 
 
 def linear(
@@ -25,6 +26,8 @@ def linear(
 ) -> Tensor:
     """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up.
     `exact`: a row's bits do not depend on how many there are. `out`: where to put the result, dense."""
+    if len(x) > FEW_ROWS and not exact:
+        return wide.linear(x, weight, bias, residual, gated=gated, out=out)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     is_flat = len(weight.scale) == 1 and weight.offset is None
