@@ -29,7 +29,7 @@ class Tile:
     ahead: int = 0  # bytes of every weight row that are fetched before the input is there
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # compiled once for any number
 def _linear(
     x, weight, bias, residual, out, num_rows, num_columns, inner, x_stride, residual_stride,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr, IEEE: tl.constexpr,

@@ -33,7 +33,7 @@ class Tile:
     begins: bool = False  # the next launch may begin with this one, and not after its last read
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # compiled once for any number
 def _linear(
     x, data, scale, offset, bias, residual, out,
     num_rows, num_columns, inner, num_runs, width, scale_stride, x_stride, residual_stride,

@@ -30,7 +30,7 @@ class Tile:
     split: int = 1  # programs that share an output's inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # compiled once for any number
 def _wide(
     x, data, scale, offset, bias, residual, out,
     num_rows, num_columns, inner, num_runs, width, scale_stride, x_stride, residual_stride,
