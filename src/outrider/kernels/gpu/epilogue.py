@@ -1,9 +1,11 @@
-"""What follows a product of matrices on its way out: bias, silu(gate) * up, residual, rounding."""
+"""What follows a product of matrices on its way out: bias, act(gate) * up, residual, rounding."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from outrider.kernels.gpu.gates import activated
 
 
 @triton.jit
@@ -30,15 +32,14 @@ def finish(
     total, second, first_bias, second_bias, more, out, row, column, fits, num_columns,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Stores float32 sums, with what is beside() them. GATED: `total` is of gates, `second` of ups."""
+    """Stores float32 sums, with what is beside() them. GATED, a gate's number: `total` is of gates, `second` of ups."""
     kind = out.dtype.element_ty
     if HAS_BIAS:
         total += first_bias
         if GATED:
             second += second_bias
     if GATED:
-        gate = total.to(kind).to(tl.float32)
-        total = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32) * second.to(kind).to(tl.float32)
+        total = activated(total, second, 1.0, 0.0, GATED, kind)
     if HAS_RESIDUAL:
         total = total.to(kind).to(tl.float32) + more.to(tl.float32)
     tl.store(out + row.to(tl.int64) * num_columns + column, total.to(kind), mask=fits)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.gpu import launch, sliced, widen
+from outrider.kernels.gpu import gates, launch, sliced, widen
 from outrider.kernels.gpu.epilogue import beside, finish
 from outrider.kernels.gpu.launch import prefetch
 
@@ -35,7 +35,7 @@ def _linear(
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr, IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """GATED: the weight's rows are gates, then ups; the result is silu(gate) * up."""
+    """GATED, a gate's number: the weight's rows are gates, then ups; the result is act(gate) * up."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     place = tl.arange(0, BLOCK_K)
@@ -81,13 +81,14 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
-    gated: bool = False,
+    gated: int = gates.NONE,
     tile: Tile | None = None,
     exact: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up.
-    `exact`: a row's bits do not depend on how many there are. `out`: where to put the result, dense."""
+    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`, a gate's number:
+    [T, out / 2], act(gate) * up. `exact`: a row's bits do not depend on how many there are. `out`: where to put the
+    result, dense."""
     if tile is None and not exact and not gated and _is_better_sliced(len(x), weight):
         part = widen.DENSE_PART
         return sliced.linear(
@@ -114,7 +115,7 @@ def linear(
     _linear[(triton.cdiv(num_columns, tile.block_n), triton.cdiv(num_rows, block_m))](
         x, weight, out if bias is None else bias, out if residual is None else residual, out,
         num_rows, num_columns, inner, x.stride(0), 0 if residual is None else residual.stride(0),
-        GATED=gated, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, EVEN=inner % tile.block_k == 0,
+        GATED=int(gated), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, EVEN=inner % tile.block_k == 0,
         IEEE=x.dtype == torch.float32, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         AHEAD=min(tile.ahead, inner * 2) // 16 * 16 if inner % 8 == 0 else 0, EARLY=int(early),
         num_warps=tile.warps, num_stages=tile.stages, **launch.options(bool(early)),
@@ -138,7 +139,7 @@ def is_faster(num_rows: int, weight: Tensor) -> bool:
     return num_rows <= 64 and len(weight) >= WIDE
 
 
-def tile_for(num_columns: int, inner: int, gated: bool) -> Tile:
+def tile_for(num_columns: int, inner: int, gated: int) -> Tile:
     """Measured on an H200 with 8 rows in bfloat16 (docs/diary.md). The order of a sum is the same in all of them."""
     if num_columns * inner < SMALL:
         if gated:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.gpu import sliced, wide, widen
+from outrider.kernels.gpu import gates, sliced, wide, widen
 from outrider.kernels.quantised import Quantised, scales
 
 BLOCK = 1024  # words that a program widens
@@ -20,12 +20,13 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
-    gated: bool = False,
+    gated: int = gates.NONE,
     exact: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up.
-    `exact`: a row's bits do not depend on how many there are. `out`: where to put the result, dense."""
+    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`, a gate's number:
+    [T, out / 2], act(gate) * up. `exact`: a row's bits do not depend on how many there are. `out`: where to put the
+    result, dense."""
     if len(x) > FEW_ROWS and not exact:
         return wide.linear(x, weight, bias, residual, gated=gated, out=out)
     if weight.order is not None:

@@ -97,14 +97,14 @@ def linear(
     *,
     part: int,
     group: int,
-    gated: bool,
+    gated: int,
     exact: bool,
     out: Tensor | None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """x [T, in], data [out, words] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up.
-    scale and offset [groups, out]; `group`: numbers that share one, 0: all of a row. `exact`: a row's bits do not
-    depend on how many there are. `out`: where to put the result, dense."""
+    """x [T, in], data [out, words] -> [T, out], plus residual [T, out]; `gated`, a gate's number: [T, out / 2],
+    act(gate) * up. scale and offset [groups, out]; `group`: numbers that share one, 0: all of a row. `exact`: a row's
+    bits do not depend on how many there are. `out`: where to put the result, dense."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
     num_rows, inner = x.shape
@@ -126,7 +126,7 @@ def linear(
         num_rows, num_columns, inner, num_runs, data.stride(0), 0 if scale is None else scale.stride(0), x.stride(0),
         0 if residual is None else residual.stride(0),
         KIND=kind, PART=part, GROUP=group, EVEN=even, HAS_SCALE=scale is not None, HAS_OFFSET=offset is not None,
-        GATED=gated, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, IEEE=x.dtype == torch.float32,
+        GATED=int(gated), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, IEEE=x.dtype == torch.float32,
         FAST=x.is_cuda and x.dtype == torch.bfloat16, SLICES=tile.slices, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         STAGES=tile.stages, AHEAD=ahead if ahead % 16 == 0 else 0, EARLY=int(early), num_warps=tile.warps,
         num_stages=tile.stages,
@@ -135,7 +135,7 @@ def linear(
     return out
 
 
-def tile_for(num_rows: int, inner: int, num_parts: int, gated: bool, exact: bool, num_bytes: int) -> Tile:
+def tile_for(num_rows: int, inner: int, num_parts: int, gated: int, exact: bool, num_bytes: int) -> Tile:
     """Measured on an H200 (docs/diary.md). Only the number of slices changes the order of a sum."""
     block_m = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
     slices = 8 if num_parts > 1 and inner >= LONG and block_m < 32 and not exact and not gated else 4

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.gpu import launch, widen
+from outrider.kernels.gpu import gates, launch, widen
 from outrider.kernels.gpu.epilogue import beside, finish
 from outrider.kernels.gpu.sums import operand
 from outrider.kernels.quantised import Quantised
 
-MAX_BLOCK = 128  # rows of a program
+MAX_BLOCK = 64  # rows of a program: more do not fit into registers
 PROGRAMS = 200  # that keep a device busy
 MAX_SPLIT = 4
 BLOCK = 1024  # outputs whose parts a program adds up
@@ -135,12 +135,12 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
-    gated: bool = False,
+    gated: int = gates.NONE,
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up. A row's
-    bits may depend on how many there are."""
+    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`, a gate's number:
+    [T, out / 2], act(gate) * up. A row's bits may depend on how many there are."""
     form = operand(weight)
     x = form.ordered(x)
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -163,7 +163,7 @@ def linear(
         x, form.data, scale, scale if form.offset is None else form.offset, *beside_it, sums,
         num_rows, num_columns, inner, triton.cdiv(inner, form.run), form.data.stride(0), scale.stride(0), x.stride(0),
         residual_stride, KIND=form.kind, PART=form.part, GROUP=form.group, EVEN=inner % form.run == 0,
-        HAS_OFFSET=form.offset is not None, GATED=gated, HAS_BIAS=has_bias and split == 1,
+        HAS_OFFSET=form.offset is not None, GATED=int(gated), HAS_BIAS=has_bias and split == 1,
         HAS_RESIDUAL=has_residual and split == 1, IEEE=x.dtype == torch.float32,
         FAST=x.is_cuda and x.dtype == torch.bfloat16, SPLIT=split, BLOCK_M=block_m, BLOCK_N=tile.block_n,
         STAGES=tile.stages, EARLY=early, num_warps=tile.warps, num_stages=tile.stages, **launch.options(early),
@@ -176,7 +176,7 @@ def linear(
     return out
 
 
-def tile_for(num_columns: int, num_runs: int, gated: bool) -> Tile:
+def tile_for(num_columns: int, num_runs: int, gated: int) -> Tile:
     """Enough programs for every multiprocessor, where the inputs are long enough to be shared."""
     split = 1
     while not gated and split < MAX_SPLIT and num_columns // 64 * split < PROGRAMS and num_runs // split >= 16:
