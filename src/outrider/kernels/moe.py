@@ -69,9 +69,9 @@ def experts(
     shared: SharedWeights | None = None,
     exact: bool = False,
 ) -> Tensor:
-    """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H], plus the residual [T, H] and the
-    answer of an expert that every row goes through, where takes_shared(). `exact`: on a GPU too, a row's bits do not
-    depend on how many others there are."""
+    """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H], plus the residual [T, H] and
+    the answer of an expert that every row goes through, where takes_shared(). `exact`: on a GPU too, a row's bits do
+    not depend on how many others there are."""
     rows = x.x if isinstance(x, Normed) else x
     if use_triton(rows) and weights.fit(rows.dtype):
         from outrider.kernels.gpu import few_experts, moe
