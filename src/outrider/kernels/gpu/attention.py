@@ -4,6 +4,8 @@ last to finish with some rows puts their parts together. In exact mode the parts
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,6 @@ WANTED_PROGRAMS = 264  # enough to keep every multiprocessor busy
 LEAST_KEYS = 128  # that are worth a program of their own
 MAX_PARTS = 64
 BLOCK_BYTES = 65536  # of keys and values that a program reads at a time
-WARPS, STAGES = 4, 2
 FEW_ROWS = 16  # of a request: a draft, or less; where others read prompts, such requests have a launch of their own
 LOG2_E = 1.4426950408889634  # scores are kept in units of log 2: powers of two are what a device computes
 # numbers of an item of work: request (-1: there is none), its first row, number of rows, block of rows, part, number of
@@ -31,7 +32,8 @@ def _list_work(
     LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK_B: tl.constexpr, CHUNK: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
     """Program n writes the items of request n: all its blocks of rows, each with as many parts as its keys are worth.
-    The last one also marks what is left of the list as empty. Requests with fewer or more rows are left out."""
+    The last block comes first: it sees the most keys, and what begins last should not take longest. The last program
+    also marks what is left of the list as empty. Requests with fewer or more rows are left out."""
     number = tl.program_id(0)
     seat = tl.arange(0, BLOCK_B)
     exists = seat < num_requests
@@ -57,6 +59,7 @@ def _list_work(
     first_block = tl.sum(tl.where(seat < number, blocks, 0))
     own_parts = tl.sum(tl.where(mine, parts, 0))
     own_count = tl.sum(tl.where(mine, count, 0))
+    own_blocks = tl.sum(tl.where(mine, blocks, 0))
     own_begin, own_rows = tl.sum(tl.where(mine, begin, 0)), tl.sum(tl.where(mine, rows, 0))
     for shift in range(0, own_count, CHUNK):
         place = shift + tl.arange(0, CHUNK)
@@ -66,7 +69,7 @@ def _list_work(
         tl.store(at, number + place * 0, mask=fits)
         tl.store(at + 1, own_begin + place * 0, mask=fits)
         tl.store(at + 2, own_rows + place * 0, mask=fits)
-        tl.store(at + 3, block, mask=fits)
+        tl.store(at + 3, own_blocks - 1 - block, mask=fits)
         tl.store(at + 4, place % own_parts, mask=fits)
         tl.store(at + 5, own_parts + place * 0, mask=fits)
         tl.store(at + 6, first + block * own_parts, mask=fits)
@@ -80,19 +83,25 @@ def _list_work(
 @triton.jit
 def _attend_blocks(
     best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, high, part, parts,
-    key_row, value_row, first_key, scale, softcap, PAGE: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
+    key_row, value_row, first_key, scale, softcap, PAGE: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """The rows of a program see those of the blocks low <= number < high that are their part's. Scores are in units of
     log 2. MASKED: not every row sees every key of them."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     place, value_place = tl.arange(0, MAIN), tl.arange(0, BLOCK_VALUE)
-    for number in range(low + (part - low % parts + parts) % parts, high, parts):
+    first = low + (part - low % parts + parts) % parts
+    key = first * BLOCK_N + tl.arange(0, BLOCK_N)
+    next_page = tl.load(table + key // PAGE, mask=key < end, other=0)
+    for number in range(first, high, parts):
         key = number * BLOCK_N + tl.arange(0, BLOCK_N)
         exists = (key < end) & (key >= begin)
-        page = tl.load(table + key // PAGE, mask=key < end, other=0).to(tl.int64)
-        location = page * PAGE + key % PAGE
+        location = next_page * PAGE + key % PAGE
+        if WIDE:
+            location = location.to(tl.int64)
+        next_key = key + parts * BLOCK_N  # where its page is must be known before keys can be asked for in advance
+        next_page = tl.load(table + next_key // PAGE, mask=next_key < end, other=0)
         key_at = keys_at + location * key_row
         value_at = values_at + location * value_row
         if MASKED:
@@ -135,7 +144,7 @@ def _attend_blocks(
 def _attend(
     items, counters, q, k_pages, v_pages, page_table, indices, last_keys, sinks, out, partial, maxima, sums,
     q_row, q_head, key_row, key_head, value_row, value_head, table_row, scale, value_scale, softcap, num_heads,
-    num_kv_heads, first_key, PAGE: tl.constexpr, ITEM: tl.constexpr, SPLIT: tl.constexpr,
+    num_kv_heads, first_key, PAGE: tl.constexpr, WIDE: tl.constexpr, ITEM: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr, HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
@@ -184,18 +193,18 @@ def _attend(
         if full > low:
             best, weight, total = _attend_blocks(
                 best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, full,
-                part, parts, key_row, value_row, first_key, scale, softcap, PAGE, True, WINDOW, SOFTCAP, DIM, MAIN,
-                REST, VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
+                part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, True, WINDOW, SOFTCAP, DIM,
+                MAIN, REST, VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
             )  # fmt: skip
         best, weight, total = _attend_blocks(
             best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, full, full_end,
-            part, parts, key_row, value_row, first_key, scale, softcap, PAGE, False, WINDOW, SOFTCAP, DIM, MAIN, REST,
-            VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
+            part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, False, WINDOW, SOFTCAP, DIM, MAIN,
+            REST, VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
         )  # fmt: skip
         low = full_end
     best, weight, total = _attend_blocks(
         best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, high,
-        part, parts, key_row, value_row, first_key, scale, softcap, PAGE, True, WINDOW, SOFTCAP, DIM, MAIN, REST,
+        part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, True, WINDOW, SOFTCAP, DIM, MAIN, REST,
         VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
     )  # fmt: skip
     fits = inside[:, None] & (value_place < VALUE)[None, :]
@@ -257,6 +266,17 @@ ANY: Span = (1, 2**31 - 1)
 
 
 @dataclass(frozen=True)
+class Form:
+    """A launch: for requests with how many rows, and what a program of it works on at a time."""
+
+    rows: Span
+    block_m: int  # lanes: rows times heads
+    block_n: int  # keys
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
 class WorkList:
     items: Tensor  # [W, ITEM] int32
     counters: Tensor  # of parts that are finished, by block of rows and key head; 0 before and after every launch
@@ -283,58 +303,83 @@ def paged_attention(
     if not num_rows:
         return out
     group = num_heads // num_kv_heads
-    for rows, block_m in _launches(keys, group, dim, parts):
-        work = _work(keys, group, num_kv_heads, block_m, window, parts, rows)
-        main, rest = _split(dim)
-        places = len(work.items) * num_kv_heads * block_m
+    main, rest = _split(dim)
+    last_key, table = keys.last_key, keys.page_table
+
+    def launch(form: Form) -> None:
+        work = _work(keys, group, num_kv_heads, form, window, parts)
+        places = len(work.items) * num_kv_heads * form.block_m
         partial = torch.empty(places, value_dim, dtype=torch.float32, device=q.device)
         maxima, sums = torch.empty(2, places, dtype=torch.float32, device=q.device).unbind()
-        last_key, table = keys.last_key, keys.page_table
-        block_n = (BLOCK_BYTES // 2 if block_m == 64 else BLOCK_BYTES) // ((dim + value_dim) * q.element_size())
-        block_n = min(max(1 << (block_n.bit_length() - 1), 32), 64 if q.dtype == torch.float32 else 128)
         _attend[(len(work.items), num_kv_heads)](
             work.items, work.counters, q, k_pages, v_pages, table, keys.indices,
             keys.indices if last_key is None else last_key, out if sinks is None else sinks, out, partial, maxima, sums,
             q.stride(0), q.stride(1), k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2),
             table.stride(0), scale * LOG2_E, value_scale, softcap * LOG2_E, num_heads, num_kv_heads, keys.first_key,
-            keys.page_size,
-            ITEM=ITEM, SPLIT=parts is None and block_m >= 64,
+            keys.page_size, max(k_pages.numel(), v_pages.numel()) >= 2**31,
+            ITEM=ITEM, SPLIT=parts is None and form.block_m >= 64,
             GROUP=group, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
             SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
-            BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=block_m, BLOCK_N=block_n,
-            IEEE=q.dtype == torch.float32,
-            num_warps=2 * WARPS if block_m == 128 else WARPS, num_stages=STAGES,
+            BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=form.block_m, BLOCK_N=form.block_n,
+            IEEE=q.dtype == torch.float32, num_warps=form.num_warps, num_stages=form.num_stages,
         )  # fmt: skip
+
+    _side_by_side(launch, _forms(keys, group, (dim, value_dim), q.element_size(), parts), q.device)
     return out
 
 
-def _launches(keys: Keys, group: int, dim: int, parts: int | None) -> list[tuple[Span, int]]:
-    """Requests with how many rows each, and how many lanes (rows times heads) a program has for them. Rows of prompts
-    use the device best in large blocks, in which a single token's row would have nearly all lanes empty."""
-    lanes = keys.max_rows * group
+def _forms(keys: Keys, group: int, dims: tuple[int, int], num_bytes: int, parts: int | None) -> list[Form]:
+    """Rows of prompts use the device best in large blocks, in which a single token's row would have nearly all lanes
+    empty: where some read prompts, others have a launch of their own."""
+    lanes, dim = keys.max_rows * group, dims[0]
+    whole = BLOCK_BYTES // (sum(dims) * num_bytes)
+    most = 64 if num_bytes > 2 else 128
+
+    def form(rows: Span, block_m: int) -> Form:
+        is_large = block_m >= 64  # smaller steps, more of them on their way: beside it there is room for another launch
+        block_n = min(max(1 << ((whole // 2 if is_large else whole).bit_length() - 1), 32), most)
+        return Form(rows, block_m, block_n, 8 if block_m == 128 else 4, 3 if is_large else 2)
+
     if parts is not None:
-        return [(ANY, 16)]
+        return [form(ANY, 16)]
     if keys.max_rows <= FEW_ROWS or dim > 256:
-        return [(ANY, 64 if lanes > 32 and dim <= 256 else 32 if lanes > 16 else 16)]
-    many = (FEW_ROWS + 1, keys.max_rows), 128 if dim <= 128 else 64
-    few = (1, FEW_ROWS), 16 if group <= 4 else 32
-    return [many, few]
+        return [form(ANY, 64 if lanes > 32 and dim <= 256 else 32 if lanes > 16 else 16)]
+    many = form((FEW_ROWS + 1, keys.max_rows), 128 if dim <= 128 else 64)
+    return [many, form((1, FEW_ROWS), 16 if group <= 4 else 32)]
 
 
-def _work(
-    keys: Keys, group: int, num_kv_heads: int, block_m: int, window: int, parts: int | None, rows: Span
-) -> WorkList:
+def _side_by_side(launch: Callable[[Form], None], forms: list[Form], device: torch.device) -> None:
+    """All of them at the same time: prompts compute, single rows wait for memory."""
+    first, *others = forms
+    if not others or device.type != "cuda":
+        for form in forms:
+            launch(form)
+        return
+    current, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(current)
+    launch(first)
+    with torch.cuda.stream(side):
+        for form in others:
+            launch(form)
+    current.wait_stream(side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _work(keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, parts: int | None) -> WorkList:
     """The list for rows and layers like these, made once for a pass."""
-    name = ("attention work", group, num_kv_heads, block_m, window, parts, rows, keys.last_key is None)
+    name = ("attention work", group, num_kv_heads, form.block_m, window, parts, form.rows, keys.last_key is None)
     found = keys.memo.get(name)
     if found is None:
-        found = keys.memo[name] = _list(keys, group, num_kv_heads, block_m, window, parts, rows)
+        found = keys.memo[name] = _list(keys, group, num_kv_heads, form, window, parts)
     return found
 
 
-def _list(
-    keys: Keys, group: int, num_kv_heads: int, block_m: int, window: int, parts: int | None, rows: Span
-) -> WorkList:
+def _list(keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, parts: int | None) -> WorkList:
+    block_m, rows = form.block_m, form.rows
     num_requests, num_rows = len(keys.query_start) - 1, len(keys.indices)
     least_rows, most_rows = rows[0], min(rows[1], keys.max_rows)
     # a request has at most one block that is not full, and no more than for the most rows that any has
