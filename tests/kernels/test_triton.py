@@ -86,7 +86,7 @@ ATTENTION = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parts", [None, 1, 4])
+@pytest.mark.parametrize("parts", [None, 1, 6])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim", "window", "softcap", "sinks"), ATTENTION)
 def test_attention(
     heads: int, kv_heads: int, dim: int, value_dim: int, window: int, softcap: float, sinks: bool,

@@ -141,6 +141,32 @@ def _attend_blocks(
 
 
 @triton.jit
+def _part(
+    maxima, sums, partial, at, fits, number, parts, FIRST: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr
+):
+    """What a program has left for some rows of a part, if there is one; of the FIRST there is."""
+    values = partial + at[:, None] * VALUE + tl.arange(0, BLOCK_VALUE)[None, :]
+    if FIRST:
+        top = tl.load(maxima + at, cache_modifier=".cg")
+        seen = tl.load(sums + at, cache_modifier=".cg")
+        other = tl.load(values, mask=fits, other=0.0, cache_modifier=".cg")
+    else:
+        exists = number + at * 0 < parts
+        top = tl.load(maxima + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        seen = tl.load(sums + at, mask=exists, other=0.0, cache_modifier=".cg")
+        other = tl.load(values, mask=fits & exists[:, None], other=0.0, cache_modifier=".cg")
+    return top, seen, other
+
+
+@triton.jit
+def _plus_part(best, weight, total, top, seen, other):
+    better = tl.maximum(best, top)
+    safe = tl.where(better == float("-inf"), 0.0, better)
+    shrink, share = tl.exp2(best - safe), tl.exp2(top - safe)
+    return better, weight * shrink + seen * share, total * shrink[:, None] + other * share[:, None]
+
+
+@triton.jit
 def _attend(
     items, counters, q, k_pages, v_pages, page_table, indices, last_keys, sinks, out, partial, maxima, sums,
     q_row, q_head, key_row, key_head, value_row, value_head, table_row, scale, value_scale, softcap, num_heads,
@@ -224,18 +250,29 @@ def _attend(
         best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
         total = tl.zeros((BLOCK_M, BLOCK_VALUE), dtype=tl.float32)
-        for _ in range(parts):
-            top = tl.load(maxima + at, cache_modifier=".cg")
-            better = tl.maximum(best, top)
-            safe = tl.where(better == float("-inf"), 0.0, better)
-            shrink, share = tl.exp2(best - safe), tl.exp2(top - safe)
-            weight = weight * shrink + tl.load(sums + at, cache_modifier=".cg") * share
-            other = tl.load(
-                partial + at[:, None] * VALUE + value_place[None, :], mask=fits, other=0.0, cache_modifier=".cg"
-            )
-            total = total * shrink[:, None] + other * share[:, None]
-            best = better
-            at += stride
+        # as many at a time as registers hold, so that what one waits for, all wait for together
+        PIECE: tl.constexpr = 4 if BLOCK_M * BLOCK_VALUE <= 2048 else (2 if BLOCK_M * BLOCK_VALUE <= 4096 else 1)
+        for first in range(0, parts, PIECE):
+            top, seen, other = _part(maxima, sums, partial, at, fits, first, parts, True, VALUE, BLOCK_VALUE)
+            top1, seen1, other1, top2, seen2, other2, top3, seen3, other3 = (top, seen, other) * 3
+            if PIECE > 1:
+                top1, seen1, other1 = _part(
+                    maxima, sums, partial, at + stride, fits, first + 1, parts, False, VALUE, BLOCK_VALUE
+                )
+            if PIECE > 2:
+                top2, seen2, other2 = _part(
+                    maxima, sums, partial, at + 2 * stride, fits, first + 2, parts, False, VALUE, BLOCK_VALUE
+                )
+                top3, seen3, other3 = _part(
+                    maxima, sums, partial, at + 3 * stride, fits, first + 3, parts, False, VALUE, BLOCK_VALUE
+                )
+            best, weight, total = _plus_part(best, weight, total, top, seen, other)
+            if PIECE > 1:
+                best, weight, total = _plus_part(best, weight, total, top1, seen1, other1)
+            if PIECE > 2:
+                best, weight, total = _plus_part(best, weight, total, top2, seen2, other2)
+                best, weight, total = _plus_part(best, weight, total, top3, seen3, other3)
+            at += PIECE * stride
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
         better = tl.maximum(best, sink)
