@@ -251,7 +251,8 @@ def _attend(
         weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
         total = tl.zeros((BLOCK_M, BLOCK_VALUE), dtype=tl.float32)
         # as many at a time as registers hold, so that what one waits for, all wait for together
-        PIECE: tl.constexpr = 4 if BLOCK_M * BLOCK_VALUE <= 2048 else (2 if BLOCK_M * BLOCK_VALUE <= 4096 else 1)
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_VALUE
+        PIECE: tl.constexpr = 4 if SIZE <= 2048 else (2 if SIZE <= 4096 or BLOCK_M == 16 else 1)
         for first in range(0, parts, PIECE):
             top, seen, other = _part(maxima, sums, partial, at, fits, first, parts, True, VALUE, BLOCK_VALUE)
             top1, seen1, other1, top2, seen2, other2, top3, seen3, other3 = (top, seen, other) * 3
