@@ -85,10 +85,10 @@ def _attend_blocks(
     best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, high, part, parts,
     key_row, value_row, first_key, scale, softcap, PAGE: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-    VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
+    VALUE: tl.constexpr, SAME: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """The rows of a program see those of the blocks low <= number < high that are their part's. Scores are in units of
-    log 2. MASKED: not every row sees every key of them."""
+    log 2. MASKED: not every row sees every key of them. SAME: the first MAIN numbers of a key are its value."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     place, value_place = tl.arange(0, MAIN), tl.arange(0, BLOCK_VALUE)
     first = low + (part - low % parts + parts) % parts
@@ -106,13 +106,19 @@ def _attend_blocks(
         value_at = values_at + location * value_row
         if MASKED:
             keys = tl.load(key_at[:, None] + place[None, :], mask=exists[:, None] & (place < DIM)[None, :], other=0.0)
-            values = tl.load(
-                value_at[:, None] + value_place[None, :],
-                mask=exists[:, None] & (value_place < VALUE)[None, :], other=0.0,
-            )  # fmt: skip
+            values = keys
+            if not SAME:
+                values = tl.load(
+                    value_at[:, None] + value_place[None, :],
+                    mask=exists[:, None] & (value_place < VALUE)[None, :], other=0.0,
+                )  # fmt: skip
         else:
             keys = tl.load(key_at[:, None] + place[None, :], mask=(place < DIM)[None, :], other=0.0)
-            values = tl.load(value_at[:, None] + value_place[None, :], mask=(value_place < VALUE)[None, :], other=0.0)
+            values = keys
+            if not SAME:
+                values = tl.load(
+                    value_at[:, None] + value_place[None, :], mask=(value_place < VALUE)[None, :], other=0.0
+                )
         # pages may hold fewer bits
         score = tl.dot(query, keys.to(query.dtype).T, input_precision=precision)
         if REST > 0:
@@ -173,7 +179,7 @@ def _attend(
     num_kv_heads, first_key, PAGE: tl.constexpr, WIDE: tl.constexpr, ITEM: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr, HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
+    SAME: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """A program has a few rows of one request, with all query heads that share a key head, and every `parts`-th block
     of keys. Rows and heads are laid out as row * GROUP + head. SPLIT: blocks that all rows see are computed apart."""
@@ -220,18 +226,18 @@ def _attend(
             best, weight, total = _attend_blocks(
                 best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, full,
                 part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, True, WINDOW, SOFTCAP, DIM,
-                MAIN, REST, VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
+                MAIN, REST, VALUE, SAME, BLOCK_VALUE, BLOCK_N, IEEE,
             )  # fmt: skip
         best, weight, total = _attend_blocks(
             best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, full, full_end,
             part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, False, WINDOW, SOFTCAP, DIM, MAIN,
-            REST, VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
+            REST, VALUE, SAME, BLOCK_VALUE, BLOCK_N, IEEE,
         )  # fmt: skip
         low = full_end
     best, weight, total = _attend_blocks(
         best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, high,
         part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, True, WINDOW, SOFTCAP, DIM, MAIN, REST,
-        VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
+        VALUE, SAME, BLOCK_VALUE, BLOCK_N, IEEE,
     )  # fmt: skip
     fits = inside[:, None] & (value_place < VALUE)[None, :]
     if parts > 1:
@@ -358,6 +364,7 @@ def paged_attention(
             ITEM=ITEM, SPLIT=parts is None and form.block_m >= 64,
             GROUP=group, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
             SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
+            SAME=k_pages.data_ptr() == v_pages.data_ptr() and value_dim == main,
             BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=form.block_m, BLOCK_N=form.block_n,
             IEEE=q.dtype == torch.float32, num_warps=form.num_warps, num_stages=form.num_stages,
         )  # fmt: skip
