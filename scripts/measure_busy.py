@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from outrider.bench.load.serve_client import Asking
-from outrider.bench.load.serve_load import Load, Outcome
+from outrider.bench.load.serve_load import Load, LoadOutcome
 from outrider.bench.load.traffic_opening import random_sides
 from outrider.bench.load.traffic_sides import EngineSide
 from outrider.bench.prompts import PromptText, random_prompts
@@ -40,7 +40,7 @@ def busy(found: profile) -> tuple[float, float, Counter[str]]:
     return total / 1e9, (end - spans[0][0]) / 1e9, times
 
 
-def rate(outcome: Outcome) -> float:
+def rate(outcome: LoadOutcome) -> float:
     return sum(answer.num_tokens or 0 for answer in outcome.answers) / outcome.seconds
 
 
