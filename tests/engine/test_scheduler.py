@@ -131,8 +131,10 @@ def test_prompts_beside_decoding_are_read_in_parts() -> None:
     assert [work.num_rows for work in run_round(scheduler)] == [40]
     for number in range(1, 9):
         scheduler.add(make_request(number, 20, 4))
-    assert [work.num_rows for work in run_round(scheduler)] == [1, 15]
-    assert [work.num_rows for work in run_round(scheduler)] == [1, 5, 10]
+    for rows in ([1, 20, 11], [1, 1, 9, 20, 1]):
+        assert [work.num_rows for work in run_round(scheduler)] == rows, "a crowd is read in larger rounds"
+    assert [work.num_rows for work in run_round(scheduler)] == [1, 1, 1, 1, 12]
+    assert [work.num_rows for work in run_round(scheduler)] == [1, 1, 1, 7, 6]
 
 
 def test_where_more_prompts_wait_than_can_be_read_it_is_crowded() -> None:

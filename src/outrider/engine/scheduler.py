@@ -14,6 +14,7 @@ from outrider.engine.request import Request, Status, Work
 from outrider.engine.snapshots import Snapshots, WantedSnapshots
 
 MAX_FIGURES = 2**12  # log-probabilities of prompts that are made in a round: some ten milliseconds
+CROWD = 4  # rounds that all who wait would have to be read in: where that takes larger ones, it is crowded
 FEW_DRAFTS = 32  # one row of a draft beside so many of prompts delays nobody much
 
 Follows = Callable[[int], bool]
@@ -103,7 +104,8 @@ class Scheduler:
         num_left, self._figures_left = len(active), MAX_FIGURES
         for group in (decoding, reading):
             if group is reading and plan:
-                budget = min(budget, self._room_beside(sum(work.num_rows for work in plan)))
+                unread = sum(_num_unread(request) for request in [*reading, *self.next_in_line])
+                budget = min(budget, self._room_beside(sum(work.num_rows for work in plan), unread))
             for request in group:
                 num_left -= 1
                 if budget <= 0 or request.status is not Status.RUNNING:  # preempted for an older one just now
@@ -137,11 +139,14 @@ class Scheduler:
         unread = [*self.running, *self.next_in_line]
         return sum(_num_unread(request) for request in unread) > self.limits.num_prompt_rows
 
-    def _room_beside(self, num_rows: int) -> int:
-        """Rows of prompts in a round in which so many others decode. Whoever decodes should not wait long for whoever
-        comes; and where many come at once, they should not go on in step for ever: rounds in which some read and others
-        decode use the device best. Rounds are filled up to a size that they are recorded for."""
-        wanted = num_rows + self.limits.num_prompt_rows
+    def _room_beside(self, num_rows: int, num_unread: int) -> int:
+        """Rows of prompts in a round in which so many others decode, while so many rows are still to be read. Whoever
+        decodes should not wait long for whoever comes; and where many come at once, they should not go on in step for
+        ever: rounds in which some read and others decode use the device best. But the last of a crowd waits for every
+        round in which others decode beside it: a crowd's rounds are up to twice as large. Rounds are filled up to a
+        size that they are recorded for."""
+        usual = self.limits.num_prompt_rows
+        wanted = num_rows + min(max(num_unread // CROWD, usual), 2 * usual)
         sizes = [size for size in self.limits.round_sizes if num_rows < size <= wanted]
         return max(sizes, default=wanted) - num_rows
 

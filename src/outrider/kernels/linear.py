@@ -31,10 +31,11 @@ def linear(
     residual: Tensor | None = None,
     exact: bool = False,
     out: Tensor | None = None,
+    overwrite: bool = False,
 ) -> Tensor:
     """x [T, in], weight [out, in], bias [out] -> [T, out], plus residual [T, out]; rows may be normed on the way;
     `packed` is the same weight in a smaller form. `exact`: on a GPU too, a row's bits do not depend on how many others
-    there are. `out`: where to put the result."""
+    there are. `out`: where to put the result. `overwrite`: nobody needs the residual afterwards."""
     if isinstance(x, Normed):
         y = _normed_linear(x, weight, bias, packed, None, out) if residual is None and not exact else None
         if y is not None:
@@ -42,7 +43,8 @@ def linear(
         x = x.tensor()
     if isinstance(packed, Quantised):
         if _is_widened(x, exact):
-            return linear(x, packed.dense(x.dtype), bias, residual=residual, exact=exact, out=out)
+            dense = packed.dense(x.dtype)
+            return linear(x, dense, bias, residual=residual, exact=exact, out=out, overwrite=overwrite)
         from outrider.kernels.gpu import quantised
 
         return quantised.linear(x, packed, bias, residual, exact=exact, out=out)
@@ -53,6 +55,8 @@ def linear(
 
         return gpu.linear(x, weight, bias, residual, exact=exact, out=out)
     elif residual is not None and bias is None and x.is_cuda:
+        if overwrite and out is None and not torch.is_grad_enabled():
+            return residual.addmm_(x, weight.T)  # the library's product would copy it first
         return torch.addmm(residual, x, weight.T, out=out)
     elif out is not None and bias is None and x.is_cuda:
         return torch.mm(x, weight.T, out=out)

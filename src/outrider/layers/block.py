@@ -33,7 +33,9 @@ class Block(Fusable):
             assert self._native is not None
             return self._native(residual, inputs, batch, self.attention.rotary(batch))
         x = self.attention(inputs, batch, residual)
-        if isinstance(self.mlp, GatedMLP | MixtureMLP):
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp(self.mlp_norm.on_the_way(x), x, overwrite=True)
+        if isinstance(self.mlp, MixtureMLP):
             return self.mlp(self.mlp_norm.on_the_way(x), x)
         return x + self.mlp(self.mlp_norm(x))
 

@@ -60,11 +60,12 @@ class Linear(nn.Module):
         if self.bias is not None:
             cut(self.bias, 0, outputs)
 
-    def forward(self, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
-        """x [T, in] -> [T, out], added to the residual if there is one."""
+    def forward(self, x: Tensor | Normed, residual: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
+        """x [T, in] -> [T, out], added to the residual if there is one, maybe in its place."""
         if self.ranks is not None:
             return self._summed(x, residual)
-        return linear(x, self.weight, self.bias, self.packed, residual=residual, exact=self.exact)
+        weight, bias = self.weight, self.bias
+        return linear(x, weight, bias, self.packed, residual=residual, exact=self.exact, overwrite=overwrite)
 
     def gated(self, x: Tensor | Normed, activation: Activation = silu_mul) -> Tensor:
         """x [T, in] -> silu(first half) * second half of the output, or what else is made of them, [T, out / 2]."""

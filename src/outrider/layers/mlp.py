@@ -18,9 +18,9 @@ class GatedMLP(nn.Module):
         self.down = Linear(width, hidden_size, bias=bias)
         self.activation = activation
 
-    def forward(self, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
-        """x [T, H] -> [T, H], added to the residual if there is one."""
-        return self.down(self.gate_up.gated(x, self.activation), residual)
+    def forward(self, x: Tensor | Normed, residual: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
+        """x [T, H] -> [T, H], added to the residual if there is one, maybe in its place."""
+        return self.down(self.gate_up.gated(x, self.activation), residual, overwrite=overwrite)
 
 
 class PlainMLP(nn.Module):

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.kernels.gpu import launch
+
 WANTED_PROGRAMS = 264  # enough to keep every multiprocessor busy
 LEAST_KEYS = 128  # that are worth a program of their own
 MAX_PARTS = 64
@@ -25,7 +27,7 @@ LOG2_E = 1.4426950408889634  # scores are kept in units of log 2: powers of two 
 ITEM = 8
 
 
-@triton.jit
+@launch.jit_for_any_size
 def _list_work(
     query_start, indices, last_keys, items, num_requests, num_items, wanted, exact_parts, least_rows, most_rows,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr,
@@ -172,7 +174,7 @@ def _plus_part(best, weight, total, top, seen, other):
     return better, weight * shrink + seen * share, total * shrink[:, None] + other * share[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_key", "table_row"])
 def _attend(
     items, counters, q, k_pages, v_pages, page_table, indices, last_keys, sinks, out, partial, maxima, sums,
     q_row, q_head, key_row, key_head, value_row, value_head, table_row, scale, value_scale, softcap, num_heads,
@@ -350,7 +352,7 @@ def paged_attention(
     main, rest = _split(dim)
     last_key, table = keys.last_key, keys.page_table
 
-    def launch(form: Form) -> None:
+    def run(form: Form) -> None:
         work = _work(keys, group, num_kv_heads, form, window, parts)
         places = len(work.items) * num_kv_heads * form.block_m
         partial = torch.empty(places, value_dim, dtype=torch.float32, device=q.device)
@@ -369,7 +371,7 @@ def paged_attention(
             IEEE=q.dtype == torch.float32, num_warps=form.num_warps, num_stages=form.num_stages,
         )  # fmt: skip
 
-    _side_by_side(launch, _forms(keys, group, (dim, value_dim), q.element_size(), parts), q.device)
+    _side_by_side(run, _forms(keys, group, (dim, value_dim), q.element_size(), parts), q.device)
     return out
 
 
@@ -393,19 +395,19 @@ def _forms(keys: Keys, group: int, dims: tuple[int, int], num_bytes: int, parts:
     return [many, form((1, FEW_ROWS), 16 if group <= 4 else 32)]
 
 
-def _side_by_side(launch: Callable[[Form], None], forms: list[Form], device: torch.device) -> None:
+def _side_by_side(run: Callable[[Form], None], forms: list[Form], device: torch.device) -> None:
     """All of them at the same time: prompts compute, single rows wait for memory."""
     first, *others = forms
     if not others or device.type != "cuda":
         for form in forms:
-            launch(form)
+            run(form)
         return
     current, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(current)
-    launch(first)
+    run(first)
     with torch.cuda.stream(side):
         for form in others:
-            launch(form)
+            run(form)
     current.wait_stream(side)
 
 

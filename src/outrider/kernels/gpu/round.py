@@ -31,7 +31,7 @@ def _owner(ends, place, num_requests):
     return owner, tl.max(tl.where(passed, ends[None, :], 0), 1)
 
 
-@triton.jit
+@launch.jit_for_any_size
 def _lay_out(
     slots, pending, allowed, emits, tokens, seen, computed, draft_count, page_table,
     query_start, input_ids, indices, requests, row_slots, locations,
@@ -132,7 +132,7 @@ def _rows_per_program(block_b: int) -> int:
     return max(min(PAIRS // block_b, 64), 16)
 
 
-@triton.jit
+@launch.jit_for_any_size
 def _judge(
     choice, input_ids, slots, emits, query_start, judged_start, num_drafts, starts,
     tokens, lengths, computed, kept_state, chosen_out, count_out, kept_out,
@@ -189,7 +189,7 @@ def _tap_at(taps, carried, request, first, row, num_carried, size, place, fits):
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_carried", "num_tails"])
 def _keep_taps(
     taps, carried, slots, query_start, num_kept, requests, indices, starts, page_table, carry, tails,
     num_requests, table_row, page_size, size, num_carried, num_tails, BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -237,7 +237,7 @@ def keep_taps(step: Step, taps: Tensor, carried: Tensor, verdict: Verdict, kept:
     )  # fmt: skip
 
 
-@triton.jit
+@launch.jit_for_any_size
 def _extension_rows(
     slots, starts, num_rows, old_start, lengths, tokens, page_table,
     new_start, requests, row_slots, indices, input_ids, locations, last,
@@ -291,7 +291,7 @@ def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor]:
     return rows, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_carried", "back"])
 def _shift_taps(
     taps, carried, requests, new_start, old_start, num_rows, out, size, num_carried, back,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -318,7 +318,7 @@ def shift_taps(step: Step, taps: Tensor, carried: Tensor, rows: Batch, back: int
     return out
 
 
-@triton.jit
+@launch.jit_for_any_size
 def _write_outcome(
     slots, lengths, tokens, computed, followed, draft_count, judged, count, kept, predicted, choice, draft, made,
     num_forced, forced, table, tokens_row, forced_row, width, depth, most, columns,
