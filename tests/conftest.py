@@ -1,40 +1,29 @@
 """Shared fixtures: tiny checkpoints made once a session, and both sets of kernels."""
 
 import os
+import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: tests run its kernels on the CPU
-    with suppress(ImportError):
-        from interpreting import patch_once_a_kernel
-
-        patch_once_a_kernel()
 
 os.environ.pop("OUTRIDER_MODEL", None)  # tests mean the embedded model where they name none
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # they start many processes, which need not compile it all again
+sys.dont_write_bytecode = False
 
-import tiny
-from made_up_time import seconds_of
-from replay import recorder_of
 
-from outrider.engine.engine import Engine
-from outrider.engine.stopwatch import Stopwatch
-from outrider.kernels import dispatch
-
-torch.set_num_threads(1)  # tiny models; the suite runs on several processes
-# Drafters draft as much as is worth it, as they do for users; but what is tested must not depend on how fast a machine
-# is. Tests that count drafts ask for a fixed depth: {"adaptive": false}.
-Stopwatch.lap = lambda self, flight, end: seconds_of(flight.shape)  # type: ignore[method-assign]
+def pytest_collection(session: pytest.Session) -> None:
+    """Before tests are imported, and not in the process that only hands them out to others: it takes seconds."""
+    if not session.config.getoption("numprocesses", None):
+        import environment  # noqa: F401
 
 
 @pytest.fixture(scope="session")
 def target_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Saves a tiny random target of a family, once for every set of options."""
+    import tiny
+
     made: dict[str, Path] = {}
 
     def make(family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
@@ -49,6 +38,8 @@ def target_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 @pytest.fixture(params=["native", "reference"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs a test with the native kernels, then with the torch references."""
+    from outrider.kernels import dispatch
+
     if request.param == "reference":
         monkeypatch.setattr(dispatch.native, "library", lambda: None)
     elif dispatch.native.library() is None:
@@ -60,6 +51,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything runs on Triton's kernels, as on a GPU, interpreted where there is none."""
     from outrider.engine import graphs
+    from outrider.kernels import dispatch
     from outrider.kernels.gpu import attention
 
     monkeypatch.setattr(dispatch.native, "library", lambda: None)
@@ -71,4 +63,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are recorded without a GPU."""
+    from replay import recorder_of
+
+    from outrider.engine.engine import Engine
+
     monkeypatch.setattr(Engine, "recorder", staticmethod(recorder_of))

@@ -1,12 +1,18 @@
-"""Triton's interpreter, faster: it replaces the language's functions anew for every call of a device function, which
-takes a third of its time. While a kernel runs they are replaced already."""
+"""Triton's interpreter, faster and the same in its results: most of its time goes into describing types anew for every
+operation of every program, and none of it into numbers."""
 
 from __future__ import annotations
 
+import builtins
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from triton.language import standard
+import numpy as np
+from triton._utils import validate_block_shape
+from triton.language import core, standard
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -22,14 +28,88 @@ class Scope:
         self._ended()
 
 
+def speed_up() -> None:
+    patch_once_a_kernel()
+    describe_types_once()
+    builder = interpreter.interpreter_builder
+    # sums are made a second time in 64 bits, and what they show is looked at in debug mode alone
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
 def patch_once_a_kernel() -> None:
-    replace, running = interpreter._patch_lang, []
+    """It replaces the language's functions anew for every call of a device function; while a kernel runs they are
+    replaced already."""
+    original, running = interpreter._patch_lang, []
 
     def patched(fn: Any) -> Any:
         if running:
             return Scope([], lambda: None)  # of a device function
         running.append(fn)
         # functions of the language's own library see it by another name
-        return Scope([replace(fn), replace(standard.sum.fn)], running.clear)
+        return Scope([original(fn), original(standard.sum.fn)], running.clear)
 
     interpreter._patch_lang = patched
+
+
+def describe_types_once() -> None:
+    """Shapes and names of block types, shapes of tensors and numpy's names of types are kept."""
+    described: dict[tuple[Any, ...], dict[str, Any]] = {}
+    numpy_types: dict[str, np.dtype[Any]] = {}
+    compare, numpy_type = core.tuple.__eq__, interpreter._get_np_dtype
+    spread = TritonSemantic.broadcast_impl_value
+    scalar = {"shape": core.tuple([]), "numel": core.constexpr(1)}
+
+    def describe(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        key = (element_ty.name, *sizes)
+        if key not in described:
+            if not sizes:
+                raise TypeError("0d block_type is forbidden")
+            numel, plain = validate_block_shape(list(sizes)), core.tuple(sizes)
+            wrapped = core.tuple([core.constexpr(size) for size in sizes])
+            tensor = {"shape": wrapped, "numel": core.constexpr(math.prod(sizes))}
+            name = f"<{plain}, {element_ty}>"
+            described[key] = {"shape": plain, "numel": numel, "name": name, "of_tensors": tensor}
+        self.element_ty = element_ty
+        self.__dict__.update(described[key])
+
+    def same_block(self: Any, other: Any) -> bool:
+        return (
+            isinstance(other, core.block_type)
+            and self.element_ty == other.element_ty
+            and self.shape.values == other.shape.values
+        )
+
+    def same_tuple(self: Any, other: Any) -> Any:
+        if type(other) is core.tuple and type(self) is core.tuple and self.values is other.values:
+            return core.constexpr(True)
+        if isinstance(other, list | builtins.tuple) and all(type(item) is int for item in other):
+            return core.constexpr(self.values == list(other))
+        return compare(self, other)
+
+    def same_scalar(self: Any, other: Any) -> bool:
+        if self is other:
+            return True
+        other = core._unwrap_if_constexpr(other)
+        return isinstance(other, core.dtype) and self.name == other.name
+
+    def hold(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.__dict__.update(type.of_tensors if type.is_block() else scalar)
+
+    def known_numpy_type(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(type)
+        return numpy_types[name]
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        blocks = lhs.type.is_block() and rhs.type.is_block()
+        return (lhs, rhs) if blocks and lhs.type.shape.values == rhs.type.shape.values else spread(self, lhs, rhs)
+
+    core.block_type.__init__, core.block_type.__eq__ = describe, same_block
+    core.tuple.__eq__, core.dtype.__eq__ = same_tuple, same_scalar
+    core.tensor.__init__ = hold
+    interpreter._get_np_dtype = known_numpy_type
+    TritonSemantic.broadcast_impl_value = broadcast

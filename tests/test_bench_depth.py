@@ -30,7 +30,7 @@ def test_each_request_has_a_rate_of_its_own(recorded: bool, most: int, request: 
     settings["force"] = True
     params = [
         SamplingParams(
-            max_tokens=300, temperature=0, ignore_eos=True, seed=seed, num_speculative_tokens=most, trace=True
+            max_tokens=200, temperature=0, ignore_eos=True, seed=seed, num_speculative_tokens=most, trace=True
         )
         for seed in range(4)
     ]

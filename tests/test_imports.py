@@ -21,7 +21,7 @@ LAYERS = [
     {"checkpoints"},
     {"engine"},
     {"vision", "agreement", "hub", "metrics", "offline"},
-    {"preflight"},
+    {"preflight", "tokenizer_choice"},
     {"pair"},
     {"llm_arguments", "request_maker"},
     {"llm", "matrix", "local_models", "options", "worker"},

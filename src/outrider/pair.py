@@ -35,7 +35,6 @@ from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
 from outrider.engine.stages import AbsentDrafter, split_layers
 from outrider.engine.team import Team, device_for
 from outrider.engine.workers import Workers, return_workers, take_workers
-from outrider.hub import TOKENIZER_PATTERNS, located
 from outrider.kernels import native
 from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.cached import recurrent_layers
@@ -49,7 +48,7 @@ from outrider.models.base import Target
 from outrider.preflight import refuse_drafter
 from outrider.startup import StartupTimes
 from outrider.threads import threads
-from outrider.tokenizer import Tokenizer
+from outrider.tokenizer_choice import check_same_tokenizer, end_ids_of, tokenizer_of
 from outrider.types import Checkpoint
 
 SMALL_DRAFTER = 2**29  # parameters
@@ -166,7 +165,7 @@ def open_pair(
         with startup.timed("models"):
             tokenizer = tokenizer_of(config, checkpoint)
         if drafter is not None and drafter_checkpoint is not None and drafter.needs_tokenizer_of_target:
-            _check_tokenizers(tokenizer, load_tokenizer(drafter_checkpoint))
+            check_same_tokenizer(tokenizer, load_tokenizer(drafter_checkpoint))
         loaded: list[tuple[Target | Drafter, Checkpoint]] = [(target, checkpoint)]
         if drafter is not None and drafter_checkpoint is not None and is_drafting:
             loaded.append((drafter, drafter_checkpoint))
@@ -198,7 +197,7 @@ def open_pair(
             engine = Engine(config, target, Drafting.of(config, drafter, predicting), budget, tokenizer, team)
         if team is not None:
             team.agree([])  # that all have their memory
-        engine.end_ids = _end_ids(checkpoint, tokenizer)
+        engine.end_ids = end_ids_of(checkpoint, tokenizer)
         return engine, budget
     except Exception as error:
         if team is not None:
@@ -264,20 +263,6 @@ def rounded_to(name: str | None, checkpoint: Checkpoint) -> Kind | None:
             f"{checkpoint.path} is {found}, not {name}: leave quantization out, or give a checkpoint of that kind"
         )
     return None
-
-
-def tokenizer_of(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """The one that was asked for, or the one that the target comes with."""
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is None:
-        return load_tokenizer(checkpoint)
-    found = Tokenizer.from_directory(located(config.tokenizer, patterns=TOKENIZER_PATTERNS))
-    if found is None:
-        raise ValueError(
-            f"{config.tokenizer} holds no tokenizer.json: give the directory or the hub id of one that does"
-        )
-    return found
 
 
 def _load(
@@ -382,22 +367,3 @@ def _bounded(config: EngineConfig, target: Target) -> EngineConfig:
             "made for (max_position_embeddings): lower it"
         )
     return config
-
-
-def _check_tokenizers(target: Tokenizer | None, drafter: Tokenizer | None) -> None:
-    if target is not None and drafter is not None and target.fingerprint() != drafter.fingerprint():
-        raise ValueError(
-            "the draft model's tokenizer is not the target's: their token ids mean different text; choose a draft "
-            "model of the same family"
-        )
-
-
-def _end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """generation_config.json knows best which tokens end a text, then config.json, then the tokenizer."""
-    for config in (checkpoint.generation_config, checkpoint.config, checkpoint.config.get("text_config") or {}):
-        found = config.get("eos_token_id")
-        if found is not None:
-            return frozenset(found if isinstance(found, list) else [found])
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        return frozenset([tokenizer.eos_token_id])
-    return frozenset()

@@ -1,5 +1,6 @@
 """Every target against transformers: logits and every tap, in one pass, in chunks and token by token."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,28 +28,39 @@ def stream_readers(model: Any) -> list[torch.nn.Module]:
     return [*children["layers"], children.get("norm_f", children.get("norm"))]
 
 
+def prompts_of_all_lengths() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, TEXT_IDS, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@functools.lru_cache(maxsize=1)  # tests of a family follow each other
+def expected(family: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The logits and the residual streams of each prompt, as transformers has them."""
+    model, found = tiny.reference(family), []
+    streams: list[torch.Tensor] = []
+
+    def keep(_: torch.nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        streams.append((args[0] if args else named["hidden_states"])[0].clone())
+
+    # hooks, not output_hidden_states: transformers' last hidden state comes after the final norm
+    for module in stream_readers(model):
+        module.register_forward_pre_hook(keep, with_kwargs=True)
+    for prompt in prompts_of_all_lengths():
+        streams.clear()
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt])).logits[0]
+        found.append((logits, torch.stack(streams, dim=1)))
+    return found
+
+
 @pytest.mark.parametrize("chunk", [100, 7, 1])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_logits_and_taps(family: str, chunk: int, target_path: Callable[..., Path], kernels: str) -> None:
-    model = tiny.reference(family)
-    generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(3, TEXT_IDS, (length,), generator=generator).tolist() for length in LENGTHS]
-    results = Harness(load_target(target_path(family))).run(prompts, chunk)
-    for prompt, (logits, taps) in zip(prompts, results, strict=True):
-        # hooks, not output_hidden_states: transformers' last hidden state comes after the final norm
-        streams: list[torch.Tensor] = []
-
-        def keep(_: torch.nn.Module, args: tuple[Any, ...], named: dict[str, Any], kept: Any = streams) -> None:
-            kept.append((args[0] if args else named["hidden_states"])[0])
-
-        hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in stream_readers(model)]
-        with torch.no_grad():
-            expected = model(input_ids=torch.tensor([prompt])).logits[0]
-        for hook in hooks:
-            hook.remove()
-        assert expected.std() > 0.3, "the reference says nothing, so agreeing with it means nothing"
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-        torch.testing.assert_close(taps, torch.stack(streams, dim=1), atol=1e-4, rtol=0)
+    results = Harness(load_target(target_path(family))).run(prompts_of_all_lengths(), chunk)
+    for (logits, taps), (their_logits, streams) in zip(results, expected(family), strict=True):
+        assert their_logits.std() > 0.3, "the reference says nothing, so agreeing with it means nothing"
+        torch.testing.assert_close(logits, their_logits, atol=1e-4, rtol=0)
+        torch.testing.assert_close(taps, streams, atol=1e-4, rtol=0)
 
 
 def test_a_tap_is_not_written_to_again(target_path: Callable[..., Path]) -> None:

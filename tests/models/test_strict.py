@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +18,14 @@ from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.checkpoints.loader import build_target
 
 
-def used_tensors(path: Path) -> list[str]:
-    """Names on disk of the tensors that the target reads."""
+def used_tensors(path: Path) -> dict[str, str]:
+    """Names on disk of the tensors that the target reads, with the names it knows them by."""
     checkpoint = open_checkpoint(path)
     target = build_target(checkpoint)
     used = {name for weight in target.weights().values() for name in weight.names}
-    names = [name for name in checkpoint.names() if target.canonical(name) in used]
+    known = {name: target.canonical(name) for name in checkpoint.names()}
     checkpoint.close()
-    return names
+    return {name: canonical for name, canonical in known.items() if canonical in used}
 
 
 def broken(path: Path, copy: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
@@ -42,31 +43,22 @@ def test_a_tensor_that_is_not_right_is_named(family: str, target_path: Callable[
     chosen = random.Random(family).sample(sorted(names), min(6, len(names)))
     for number, name in enumerate(chosen):
         missing = broken(path, tmp_path / f"missing{number}", lambda tensors, name=name: tensors.pop(name))
-        with pytest.raises(ValueError) as error:
+        # a missing tensor is named as the target knows it: what the file would have called it cannot be known
+        either = f"{re.escape(name)}|{re.escape(names[name])}"
+        with pytest.raises(ValueError, match=either):
             load_target(missing)
-        assert canonical_in(name, path, str(error.value)), error.value
 
         def rename(tensors: dict[str, Tensor], name: str = name) -> None:
             tensors[f"{name}_renamed"] = tensors.pop(name)
 
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=either):
             load_target(broken(path, tmp_path / f"renamed{number}", rename))
-        assert canonical_in(name, path, str(error.value)), error.value
 
         def reshape(tensors: dict[str, Tensor], name: str = name) -> None:
             tensors[name] = torch.zeros(tensors[name].shape[0] + 1, *tensors[name].shape[1:])
 
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=re.escape(name)):
             load_target(broken(path, tmp_path / f"misshapen{number}", reshape))
-        assert name in str(error.value), error.value
-
-
-def canonical_in(name: str, path: Path, message: str) -> bool:
-    """A missing tensor is named as the target knows it: what the file would have called it cannot be known."""
-    checkpoint = open_checkpoint(path)
-    target = build_target(checkpoint)
-    checkpoint.close()
-    return name in message or target.canonical(name) in message
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
+import environment  # noqa: F401
 import openai
 import pytest
 from running import Running, Serve, wait_for

@@ -26,7 +26,7 @@ from outrider.lanes import Lane
 from outrider.overload import OverloadError
 from outrider.prompts import Prompts
 from outrider.server import app as app_module
-from outrider.server import connections, engine_loop, preparation, serving
+from outrider.server import connections, engine_loop, preparation, request_preparation, serving
 from outrider.server import log as log_module
 from outrider.server.engine_client import QueueLimits
 from outrider.server.log import LineHandler
@@ -79,7 +79,7 @@ def test_a_bomb_of_a_regex_is_refused_at_once(running: Running, llm: LLM) -> Non
 def test_grammars_have_a_queue_of_their_own(serve: Serve, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than can be compiled: the last are told to come again, and nobody else notices."""
     go_on = threading.Event()
-    monkeypatch.setattr(engine_loop, "MAX_GRAMMARS", 1)
+    monkeypatch.setattr(request_preparation, "MAX_GRAMMARS", 1)
     known = PLAIN | {"guided_regex": "[cd]+"}
     with serve() as running:
         assert running.post(COMPLETIONS, known).status_code == 200

@@ -15,19 +15,19 @@ from outrider.engine.request import Request
 from outrider.engine.survival import Survival
 from outrider.engine.times import Line, Times, size_of
 
-FIRST = 4  # rounds at a new size before another depth is tried
-TRIAL = 4  # rounds of a trial; the first ones may still pay for the change
-STRAY = 0.25  # of a round of it: one that has another depth
+MIN_ROUNDS = 4  # rounds at a new size before another depth is tried
+TRIAL_ROUNDS = 4  # rounds of a trial; the first ones may still pay for the change
+STRAY_SHARE = 0.25  # of a round of it: one that has another depth
 MARGIN = 1.03  # a depth must be so much better than the one that is in use
 REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
-PRICE = 0.01  # share of the time that trials may cost of which nothing new is expected
-MADE = 32  # rounds that the share of a draft that is made looks back on
-TRAFFIC = 256  # rounds that the share of prompts looks back on
+TRIAL_BUDGET = 0.01  # share of the time that trials may cost of which nothing new is expected
+MADE_WINDOW = 32  # rounds that the share of a draft that is made looks back on
+PROMPT_WINDOW = 256  # rounds that the share of prompts looks back on
 
 
 @dataclass
-class Size:
-    """What is decided for batches of about the same size."""
+class SizeStats:
+    """What is decided for batches of about the same size, and what trials there have cost."""
 
     depth: int  # in use
     pays: bool = True  # drafts would, if all were drafted for
@@ -42,7 +42,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Offer:
     """The best that a depth has to offer."""
 
     token_seconds: float  # what a token takes, its share of prompts included
@@ -57,8 +57,8 @@ class Governor:
         self.depths = depths_up_to(lookahead)
         self._row_sizes: RowSizes | None = None
         self._survival, self._times = Survival(num_slots, lookahead), Times()
-        self._sizes: dict[int, Size] = {}
-        self._latest: Size | None = None
+        self._sizes: dict[int, SizeStats] = {}
+        self._latest: SizeStats | None = None
         self._number = 0  # which size that is
         self._num_rounds = 0
         self._allotted: tuple[int, list[int], int] | None = None  # for which depth, to whom, and when, was it said last
@@ -105,7 +105,7 @@ class Governor:
                 survival[number, limit:] = 0.0
         return survival
 
-    def _choose(self, chances: np.ndarray, num_requests: int, depth: int, line: Line) -> Choice:
+    def _choose(self, chances: np.ndarray, num_requests: int, depth: int, line: Line) -> Offer:
         """How many rows to judge of drafts of such a depth, given the chances of all rows, the best first."""
         gains = np.zeros(1 + len(chances))
         np.cumsum(chances, out=gains[1:])
@@ -118,7 +118,7 @@ class Governor:
         seconds = line.seconds + line.row * added * (self._made if self._row_sizes is None else 1.0)
         each = seconds / tokens + line.prompt * self._prompt_share
         best = int(each.argmin())
-        return Choice(float(each[best]), int(used[best]), float(seconds[best]))
+        return Offer(float(each[best]), int(used[best]), float(seconds[best]))
 
     @property
     def _prompt_share(self) -> float:
@@ -146,11 +146,11 @@ class Governor:
         """The depth in use for batches as large as the last one."""
         return self._latest.depth if self._latest is not None else self.depths[-1]
 
-    def _size(self, num_requests: int) -> Size:
+    def _size(self, num_requests: int) -> SizeStats:
         number = size_of(num_requests)
         size = self._sizes.get(number)
         if size is None:  # whatever was best for the batches before is a good start
-            size = self._sizes[number] = Size(self.latest, self._latest is None or self._latest.pays)
+            size = self._sizes[number] = SizeStats(self.latest, self._latest is None or self._latest.pays)
         self._latest, self._number = size, number
         return size
 
@@ -161,8 +161,8 @@ class Governor:
             return
         self._survival.add(landed.judged)
         if landed.num_wanted:
-            self._made += (min(landed.num_made / landed.num_wanted, 1.0) - self._made) / MADE
-        keep = 1 - 1 / TRAFFIC
+            self._made += (min(landed.num_made / landed.num_wanted, 1.0) - self._made) / MADE_WINDOW
+        keep = 1 - 1 / PROMPT_WINDOW
         self._num_prompt_rows = self._num_prompt_rows * keep + landed.num_other_rows
         self._num_tokens = self._num_tokens * keep + landed.num_tokens
         number, size = size_of(landed.num_requests), self._size(landed.num_requests)
@@ -170,7 +170,7 @@ class Governor:
         self._times.add(number, landed.depth, rows, landed.seconds, rests=landed.rests)
         size.num_rounds += 1
         self._num_rounds += 1
-        self._credit += PRICE * landed.seconds
+        self._credit += TRIAL_BUDGET * landed.seconds
         if size.trial is not None:
             self._note_trial(number, size, landed)
         elif landed.depth == size.depth == 0 and not landed.rests:  # the drafter follows a text for the sake of a trial
@@ -178,13 +178,13 @@ class Governor:
             self._follow_loss = max(follow - rest, 0.0) * landed.num_other_rows
             self._credit -= self._follow_loss
 
-    def _note_trial(self, number: int, size: Size, landed: Landed) -> None:
+    def _note_trial(self, number: int, size: SizeStats, landed: Landed) -> None:
         assert size.trial is not None
         prompts = self._times.prompt_seconds(number, rests=landed.rests)
         bought = landed.num_tokens * (size.token_seconds - prompts * self._prompt_share)
         size.loss += landed.seconds - prompts * landed.num_other_rows - bought
         # Rounds under way have the depth of before; but requests may also want no more, whatever is tried.
-        size.num_left -= 1 if landed.depth == size.trial else STRAY
+        size.num_left -= 1 if landed.depth == size.trial else STRAY_SHARE
         if size.num_left <= 0:
             self._credit -= size.loss
             size.losses[size.trial] = max(size.loss, 0.0)
@@ -192,7 +192,7 @@ class Governor:
 
     # decisions
 
-    def _review(self, number: int, size: Size, requests: Sequence[Request]) -> None:
+    def _review(self, number: int, size: SizeStats, requests: Sequence[Request]) -> None:
         """Takes the depth that looks best, or begins a trial where one is due."""
         survival = self._survival_of(requests)
         found = self._offers(number, survival)
@@ -206,21 +206,21 @@ class Governor:
         if found[best].token_seconds * (MARGIN if best else 1.0) < now.token_seconds:
             if self._times.knows(number, best):
                 size.depth = best
-            elif size.num_rounds >= FIRST:
+            elif size.num_rounds >= MIN_ROUNDS:
                 self._begin(number, size, best, now)
             return
         other = self._next(number, size)
         size.next_loss = self._loss(number, size, other, found, survival)
-        if size.num_rounds >= FIRST and self._credit >= size.next_loss and (self._has_followed or not other):
+        if size.num_rounds >= MIN_ROUNDS and self._credit >= size.next_loss and (self._has_followed or not other):
             self._credit = min(self._credit, max(size.next_loss, 0.0))
             self._begin(number, size, other, now)
 
-    def _loss(self, number: int, size: Size, other: int, found: dict[int, Choice], survival: np.ndarray) -> float:
+    def _loss(self, number: int, size: SizeStats, other: int, found: dict[int, Offer], survival: np.ndarray) -> float:
         """Seconds that a trial of another depth will cost."""
         now = found[size.depth]
         if other in found:
             tried = found[other]
-            loss = TRIAL * tried.seconds * max(1 - now.token_seconds / tried.token_seconds, 0.0)
+            loss = TRIAL_ROUNDS * tried.seconds * max(1 - now.token_seconds / tried.token_seconds, 0.0)
             return max(loss, size.losses.get(other, 0.0))
         if other == 0:  # nothing is known of plain rounds
             return -math.inf
@@ -228,15 +228,15 @@ class Governor:
         line = self._times.line(number, size.depth, len(survival))
         assert line is not None
         hope = self._choose(_best_first(survival[:, :other]), len(survival), other, line)
-        return -math.inf if hope.token_seconds * MARGIN < now.token_seconds else TRIAL * now.seconds
+        return -math.inf if hope.token_seconds * MARGIN < now.token_seconds else TRIAL_ROUNDS * now.seconds
 
-    def _next(self, number: int, size: Size) -> int:
+    def _next(self, number: int, size: SizeStats) -> int:
         """The depth to try: none, and as many as there can be, come first."""
         others = [depth for depth in reversed(self.depths) if depth != size.depth]
         ends = [depth for depth in (0, self.depths[-1]) if depth in others and not self._times.knows(number, depth)]
         return ends[0] if ends else others[size.num_trials % len(others)]
 
-    def _offers(self, number: int, survival: np.ndarray) -> dict[int, Choice]:
+    def _offers(self, number: int, survival: np.ndarray) -> dict[int, Offer]:
         """What each depth has to offer, as far as is known what it takes."""
         found = {}
         for depth in self.depths:
@@ -252,8 +252,8 @@ class Governor:
             return True
         return min(each.token_seconds for each in found.values()) * MARGIN < found[0].token_seconds
 
-    def _begin(self, number: int, size: Size, depth: int, now: Choice) -> None:
-        size.trial, size.num_left, size.loss = depth, TRIAL, 0.0
+    def _begin(self, number: int, size: SizeStats, depth: int, now: Offer) -> None:
+        size.trial, size.num_left, size.loss = depth, TRIAL_ROUNDS, 0.0
         size.num_trials += 1
         size.token_seconds = now.token_seconds
         self._times.fade(number, depth)

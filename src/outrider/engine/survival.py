@@ -13,12 +13,12 @@ from outrider.engine.policy import Judged
 
 WINDOW = 48  # drafts of a request that its record looks back on
 BATCH_WINDOW = 256  # drafts that the average of all looks back on
-CHECKED = 4  # rounds of which one is compared with what was expected
-KEEP = 1 - 1 / 32  # of the tokens that were expected, from one of them to the next
-TRUST = 16.0  # tokens at first that came as they were expected
-PRIOR = 6.0  # drafts of its own that the average counts as much as
-HOPE = 0.7  # what a position counts as that was never seen
-FADED = 4.0  # drafts that what is known counts as much as, when it may be out of date
+CHECK_INTERVAL = 4  # rounds of which one is compared with what was expected
+EXPECTED_DECAY = 1 - 1 / 32  # of the tokens that were expected, from one of them to the next
+INITIAL_EXPECTED = 16.0  # tokens at first that came as they were expected
+PRIOR_DRAFTS = 6.0  # drafts of its own that the average counts as much as
+INITIAL_ACCEPTANCE = 0.7  # what a position counts as that was never seen
+FADED_DRAFTS = 4.0  # drafts that what is known counts as much as, when it may be out of date
 
 
 class Survival:
@@ -29,10 +29,10 @@ class Survival:
         self.lookahead = lookahead
         self._right = np.zeros((num_slots, lookahead))
         self._seen = np.zeros((num_slots, lookahead))
-        self._all_right = np.full(lookahead, HOPE)
+        self._all_right = np.full(lookahead, INITIAL_ACCEPTANCE)
         self._all_seen = np.ones(lookahead)
         self._column = np.arange(lookahead)
-        self._expected = self._accepted = TRUST  # tokens of the last rounds that were checked
+        self._expected = self._accepted = INITIAL_EXPECTED  # tokens of the last rounds that were checked
         self._num_added = 0
 
     def begin(self, slot: int) -> None:
@@ -46,10 +46,10 @@ class Survival:
         table = np.array([(each.slot, each.num_judged, each.num_right, each.num_seen) for each in judged])
         rows, stands, looked = table[:, 0], self._column < table[:, 2:3], self._column < table[:, 3:]
         self._num_added += 1
-        if self._num_added % CHECKED == 0:
+        if self._num_added % CHECK_INTERVAL == 0:
             was_judged = self._column < table[:, 1:2]
-            self._expected = self._expected * KEEP + (self.of(rows) * was_judged).sum()
-            self._accepted = self._accepted * KEEP + (stands & was_judged).sum()
+            self._expected = self._expected * EXPECTED_DECAY + (self.of(rows) * was_judged).sum()
+            self._accepted = self._accepted * EXPECTED_DECAY + (stands & was_judged).sum()
         for table, new in ((self._right, stands), (self._seen, looked)):
             table[rows] = np.where(looked, table[rows] * (1 - 1 / WINDOW) + new, table[rows])
         count = looked.sum(0)
@@ -70,11 +70,11 @@ class Survival:
     def of(self, rows: np.ndarray) -> np.ndarray:
         """The chance that each token of a draft is accepted, by slot, [B, K]; it falls from token to token."""
         share = self._all_right / self._all_seen
-        return ((self._right[rows] + PRIOR * share) / (self._seen[rows] + PRIOR)).cumprod(axis=1)
+        return ((self._right[rows] + PRIOR_DRAFTS * share) / (self._seen[rows] + PRIOR_DRAFTS)).cumprod(axis=1)
 
     def fade(self) -> None:
         """What is known may be out of date: what comes next counts more."""
-        scale = np.minimum(1.0, FADED / np.maximum(self._all_seen, 1e-9))
+        scale = np.minimum(1.0, FADED_DRAFTS / np.maximum(self._all_seen, 1e-9))
         self._all_right, self._all_seen = self._all_right * scale, self._all_seen * scale
-        scale_own = np.minimum(1.0, FADED / np.maximum(self._seen, 1e-9))
+        scale_own = np.minimum(1.0, FADED_DRAFTS / np.maximum(self._seen, 1e-9))
         self._right, self._seen = self._right * scale_own, self._seen * scale_own

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 # batches of about the same size, up to each of them, are timed together
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-NEAR = 2  # sizes so far away say what a row takes
+NEAR_SIZES = 2  # sizes so far away say what a row takes
 WINDOW = 48  # rounds that a mean looks back on
-FADED = 4  # rounds that what is known counts as much as, when it is timed again
-OUTLIER = 2.0  # a round that takes so many times as long as expected was disturbed
+FADED_ROUNDS = 4  # rounds that what is known counts as much as, when it is timed again
+OUTLIER_FACTOR = 2.0  # a round that takes so many times as long as expected was disturbed
 NOISE = 0.1  # of a round's time: what differs for no reason
 LEAST = 16  # parts of a round's mean time that what is expected never falls below
-REFIT = 4  # rounds after which slopes are fitted again
+REFIT_ROUNDS = 4  # rounds after which slopes are fitted again
 ROWS_OF_A_ROUND = 64  # rows that cost as much as all else in a round: a first guess
 
 
@@ -110,13 +110,13 @@ class Times:
         moments = kind.depths.setdefault(depth, Moments())
         if moments.count > 0:
             expected = self._expected(key, moments, *rows)
-            if moments.count < FADED and OUTLIER * seconds < expected:  # those before were disturbed
+            if moments.count < FADED_ROUNDS and OUTLIER_FACTOR * seconds < expected:  # those before were disturbed
                 moments = kind.depths[depth] = Moments()
             elif moments.count > 2:
-                seconds = min(seconds, OUTLIER * max(expected, moments.seconds))
+                seconds = min(seconds, OUTLIER_FACTOR * max(expected, moments.seconds))
         moments.add(*rows, seconds)
         self._new[key] = self._new.get(key, 0) + 1
-        if key not in self._slopes or self._new[key] >= REFIT:
+        if key not in self._slopes or self._new[key] >= REFIT_ROUNDS:
             self._slopes[key], self._new[key] = kind.slopes(self._prior(key)), 0
 
     def knows(self, size: int, depth: int) -> bool:
@@ -127,7 +127,7 @@ class Times:
         """What is known may be out of date."""
         if self.knows(size, depth):
             moments = self._kinds[size, depth == 0].depths[depth]
-            moments.count = min(moments.count, float(FADED))
+            moments.count = min(moments.count, float(FADED_ROUNDS))
 
     def line(self, size: int, depth: int, num_requests: int) -> Line | None:
         """Of rounds with such a depth. Where they were never timed, what others take says how much; None: nothing
@@ -194,5 +194,5 @@ class Times:
         """What such rounds take for a row with another number of requests, or other rounds with the same."""
         size, rests = key
         near = [(abs(other - size), other) for other, kind in self._slopes if kind == rests and other != size]
-        near = [each for each in near if each[0] <= NEAR]
+        near = [each for each in near if each[0] <= NEAR_SIZES]
         return self._slopes[min(near)[1], rests] if near else self._slopes.get((size, not rests))

@@ -1,5 +1,5 @@
 """The engine's side of the server: jobs come in as messages, and what steps bring goes out as messages. One thread runs
-the loop, and only it touches the engine. Grammars and images are prepared beside it: nobody's round waits for them."""
+the loop, and only it touches the engine (`request_preparation.py` says what is done beside it)."""
 
 from __future__ import annotations
 
@@ -8,26 +8,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from outrider.engine.request import Progress, Request
 from outrider.engine.team import RankLostError
-from outrider.grammar.trial import NICENESS
-from outrider.lanes import Lane
 from outrider.llm import LLM
-from outrider.overload import OverloadError
-from outrider.server.continuation import resume
 from outrider.server.errors import (
     ApiError,
     bad_request,
-    clean,
     engine_has_ended,
     internal_error,
-    overloaded,
     past_deadline,
     shutting_down,
 )
@@ -47,6 +39,7 @@ from outrider.server.protocol import (
     Stop,
     Submit,
 )
+from outrider.server.request_preparation import Prepared, RequestPreparation
 from outrider.server.task import Task, TaskSequence
 
 if TYPE_CHECKING:
@@ -54,20 +47,10 @@ if TYPE_CHECKING:
 
 MAX_FAULTS = 3  # steps that may break with a request among others before it is failed with them
 BROKEN_AFTER = 8  # steps in a row that break: the engine itself is broken
-NUM_COMPILERS, MAX_GRAMMARS = 2, 64  # threads for grammars, and how many wait for them
-NUM_VIEWERS, MAX_VIEWS = 1, 16  # the same for images: memory holds those of one request
 BEAT = 0.25  # seconds after which the front hears that requests get on, though nobody has a token yet
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What became of a submitted job."""
-
-    asked: Submit
-    made: list[Request] | ApiError
-
-
-_Message = Submit | _Prepared | Abort | Stop | BaseException
+_Message = Submit | Prepared | Abort | Stop | BaseException
 
 
 def opened(llm: LLM) -> Opened:
@@ -84,16 +67,14 @@ def opened(llm: LLM) -> Opened:
 
 class EngineLoop:
     def __init__(self, llm: LLM, link: Link, model_name: str, learner: OnlineLearner | None = None) -> None:
-        self._llm, self._link, self._model_name, self._learner = llm, link, model_name, learner
+        self._llm, self._link, self._learner = llm, link, learner
         self._engine = llm.engine
         self._metrics = Metrics(model_name)
         self._metrics.watch(llm.engine)
         self._wake = threading.Condition()
         self._inbox: deque[_Message] = deque()  # guarded by _wake
-        self._grammars = Lane("grammars", NUM_COMPILERS, 4 * MAX_GRAMMARS, niceness=NICENESS)
-        self._new_grammars = Lane("new grammars", NUM_COMPILERS, MAX_GRAMMARS, max_wait=30.0, niceness=NICENESS)
-        self._images = Lane("images", NUM_VIEWERS, MAX_VIEWS)
         self._tasks: dict[int, Task] = {}
+        self._preparation = RequestPreparation(llm, model_name, self._tasks.__contains__, self._put)
         self._sequences: dict[Request, TaskSequence] = {}
         self._num_steps = 0
         self._last_sent = 0.0
@@ -114,8 +95,7 @@ class EngineLoop:
             self._link.send(Died(engine_has_ended(error)))
             return False
         finally:
-            for lane in (self._grammars, self._new_grammars, self._images):
-                lane.close()
+            self._preparation.close()
         return True
 
     def _receive(self) -> None:
@@ -170,12 +150,10 @@ class EngineLoop:
     def _handle(self, message: _Message) -> None:
         if isinstance(message, Submit):
             self._tasks[message.job] = Task.of(message)
-            lane = self._lane(message)
-            if lane is None:
-                self._take(message, self._prepare(message))
-            else:
-                self._prepare_beside(message, lane)
-        elif isinstance(message, _Prepared):
+            prepared = self._preparation.start(message)
+            if prepared is not None:
+                self._take(message, prepared.made)
+        elif isinstance(message, Prepared):
             self._take(message.asked, message.made)
         elif isinstance(message, Abort):
             task = self._tasks.get(message.job)
@@ -189,69 +167,6 @@ class EngineLoop:
                 self._end(task, shutting_down())
 
     # jobs come and go
-
-    def _lane(self, asked: Submit) -> Lane | None:
-        """Who prepares it, where rounds would wait for that: a grammar is compiled, an image is looked at, tokens of
-        an answer that was begun elsewhere are read."""
-        if any(isinstance(prompt, Mapping) for prompt in asked.prompts):
-            return self._images
-        return self._grammars if asked.begun or any(params.guided is not None for params in asked.params) else None
-
-    def _prepare_beside(self, asked: Submit, lane: Lane) -> None:
-        def done(future: Future[list[Request] | ApiError | None]) -> None:
-            if future.cancelled():
-                return
-            error = future.exception()
-            made = future.result() if error is None else self._refusal(error)
-            if made is None:  # those who ask for what is known do not wait for it
-                self._prepare_beside(asked, self._new_grammars)
-            else:
-                self._put(_Prepared(asked, made))
-
-        try:
-            lane.submit(lambda: self._prepare_unless_new(asked, lane)).add_done_callback(done)
-        except OverloadError as error:
-            self._put(_Prepared(asked, overloaded(error)))
-
-    def _prepare_unless_new(self, asked: Submit, lane: Lane) -> list[Request] | ApiError | None:
-        """None where it has a grammar that must be tried first, and this is not the lane for it."""
-        if lane is self._grammars:
-            trial = self._engine.grammars.trial
-            if not all(trial.is_known(each.guided) for each in asked.params if each.guided is not None):
-                return None
-        return self._prepare(asked)
-
-    def _prepare(self, asked: Submit) -> list[Request] | ApiError:
-        """What the engine complains of is the client's to mend."""
-        if asked.job not in self._tasks:  # it has ended while it waited for this
-            return past_deadline()
-        try:
-            for guided in {id(each.guided): each.guided for each in asked.params if each.guided is not None}.values():
-                self._engine.grammars.trial.check(guided)
-            groups = [
-                self._llm.requests_for(prompt, params, number)
-                if isinstance(prompt, Mapping)
-                else self._llm.make_requests(prompt, params)
-                for number, (prompt, params) in enumerate(zip(asked.prompts, asked.params, strict=True))
-            ]
-            for group in groups if not asked.streams else ():
-                for request in group[1:]:  # answers to one prompt: one of them brings its log-probabilities
-                    request.params = replace(request.params, prompt_logprobs=None)
-            made = [request for group in groups for request in group]
-            if asked.begun:
-                resume(made, asked.begun, self._llm.max_model_len)
-            return made
-        except Exception as error:
-            return self._refusal(error)
-
-    def _refusal(self, error: BaseException) -> ApiError:
-        if isinstance(error, OverloadError):
-            return overloaded(error)
-        if isinstance(error, RecursionError):
-            return bad_request("the request is nested too deeply")
-        if isinstance(error, ValueError):
-            return bad_request(clean(str(error), {str(self._llm.config.model): self._model_name}))
-        return internal_error(error)
 
     def _take(self, asked: Submit, made: list[Request] | ApiError) -> None:
         task = self._tasks.get(asked.job)
@@ -390,7 +305,7 @@ class EngineLoop:
 
 
 def _job_of(message: _Message) -> int | None:
-    if isinstance(message, _Prepared):
+    if isinstance(message, Prepared):
         return message.asked.job
     return message.job if isinstance(message, Submit | Abort) else None
 

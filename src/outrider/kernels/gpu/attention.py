@@ -127,20 +127,25 @@ def _attend_blocks(
             more = MAIN + tl.arange(0, REST)
             keys = tl.load(key_at[:, None] + more[None, :], mask=exists[:, None] & (more < DIM)[None, :], other=0.0)
             score += tl.dot(query_rest, keys.to(query.dtype).T, input_precision=precision)
-        score *= scale
         if SOFTCAP:
-            score = softcap * (1 - 2 / (1 + tl.exp2(2.8853900817779268 * score / softcap)))
+            score = softcap * (1 - 2 / (1 + tl.exp2(2.8853900817779268 * (score * scale) / softcap)))
         if MASKED:
             seen = (key[None, :] <= last[:, None]) & (key[None, :] >= first_key)
             if WINDOW > 0:
                 seen = seen & (key[None, :] > index[:, None] - WINDOW)
             score = tl.where(seen, score, float("-inf"))
-        better = tl.maximum(best, tl.max(score, 1))
+        top = tl.max(score, 1)
+        if not SOFTCAP:
+            top = top * scale  # scores are scaled on the way, as they are compared with the best
+        better = tl.maximum(best, top)
         safe = better
         if MASKED:
             safe = tl.where(better == float("-inf"), 0.0, better)  # a row that has seen nothing yet
         shrink = tl.exp2(best - safe)
-        share = tl.exp2(score - safe[:, None])
+        if SOFTCAP:
+            share = tl.exp2(score - safe[:, None])
+        else:
+            share = tl.exp2(score * scale - safe[:, None])
         weight = weight * shrink + tl.sum(share, 1)
         total = total * shrink[:, None]
         total = tl.dot(share.to(query.dtype), values.to(query.dtype), total, input_precision=precision)
