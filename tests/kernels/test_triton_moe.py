@@ -10,17 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outrider.kernels.activation import Activation, ClampedSwish, relu2, silu_mul, silu_mul_reference
+from outrider.kernels.activation import Activation, ClampedSwish, relu2, silu_mul
 from outrider.kernels.gpu import few_experts, router
 from outrider.kernels.gpu import moe as gpu_moe
-from outrider.kernels.linear import linear_reference
-from outrider.kernels.moe import (
-    ExpertWeights,
-    SharedWeights,
-    experts_reference,
-    softmax_top,
-    softmax_top_reference,
-)
+from outrider.kernels.moe import ExpertWeights, experts_reference, softmax_top, softmax_top_reference
 from outrider.kernels.norm import Normed, rms_norm_reference
 
 
@@ -73,27 +66,6 @@ def test_experts(
     check(found, wanted, dtype, 4)
     if few_experts.is_for(rows, chosen):
         check(few_experts.experts(x, ids, shares, weights, activation), wanted, dtype, 4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "chosen", "num_shared", "is_normed"), [(1, 3, 2, False), (6, 1, 1, True)])
-@torch.no_grad()
-def test_experts_that_every_row_goes_through(
-    rows: int, chosen: int, num_shared: int, is_normed: bool, dtype: torch.dtype
-) -> None:
-    weights = make_weights(5, 72, 40, dtype)
-    up, down = random(80 * num_shared, 72, dtype=dtype, seed=4), random(72, 40 * num_shared, dtype=dtype, seed=5)
-    shared = SharedWeights(up / 72**0.5, down / 40**0.5)
-    x, residual, scale = random(rows, 72, dtype=dtype), random(rows, 72, dtype=dtype, seed=6), random(72, seed=8)
-    ids, shares = route(rows, 5, chosen)
-    given = Normed(x, scale, 1e-5, 0.0, True) if is_normed else x
-    plain = rms_norm_reference(x, scale, 1e-5, wide=True) if is_normed else x
-    wanted = experts_reference(plain, ids, shares, weights, silu_mul) + residual
-    wanted += linear_reference(silu_mul_reference(linear_reference(plain, shared.up)), shared.down)
-    assert few_experts.takes_shared(weights, shared)
-    check(few_experts.experts(given, ids, shares, weights, silu_mul, residual, shared), wanted, dtype, 8)
-    narrow = SharedWeights(shared.up[:60], shared.down[:, :30])
-    assert not few_experts.takes_shared(weights, narrow)  # which is not as wide as the others
 
 
 @pytest.mark.parametrize(("rows", "num_experts", "count"), [(1, 8, 2), (5, 60, 6), (3, 128, 8), (2, 5, 5)])

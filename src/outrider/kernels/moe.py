@@ -31,14 +31,6 @@ class ExpertWeights:
         return all(not isinstance(each, Tensor) or each.dtype == dtype for each in (self.up, self.down))
 
 
-@dataclass(frozen=True)
-class SharedWeights:
-    """Of an expert that every row goes through, perhaps as wide as several."""
-
-    up: Tensor  # [W or 2 W, H], gates first
-    down: Tensor  # [H, W]
-
-
 def experts_reference(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
     """Expert after expert, each over the rows that chose it."""
     weights = weights.dense(x.dtype)
@@ -66,19 +58,16 @@ def experts(
     activation: Activation,
     *,
     residual: Tensor | None = None,
-    shared: SharedWeights | None = None,
     exact: bool = False,
 ) -> Tensor:
-    """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H], plus the residual [T, H] and
-    the answer of an expert that every row goes through, where takes_shared(). `exact`: on a GPU too, a row's bits do
-    not depend on how many others there are."""
+    """x [T, H], the experts chosen for each row [T, k] and their shares [T, k] -> [T, H], plus the residual [T, H].
+    `exact`: on a GPU too, a row's bits do not depend on how many others there are."""
     rows = x.x if isinstance(x, Normed) else x
     if use_triton(rows) and weights.fit(rows.dtype):
         from outrider.kernels.gpu import few_experts, moe
 
         if not exact and few_experts.is_for(*ids.shape):
-            return few_experts.experts(x, ids, shares, weights, activation, residual, shared)
-        assert shared is None
+            return few_experts.experts(x, ids, shares, weights, activation, residual)
         answer = moe.experts(materialised(x), ids, shares, weights, activation, exact=exact)
     elif isinstance(x, Tensor) and use_native(x) and activation in (silu_mul, gelu_tanh_mul):
         dense = weights.dense(x.dtype)
@@ -89,18 +78,6 @@ def experts(
     else:
         answer = experts_reference(materialised(x), ids, shares, weights, activation)
     return answer if residual is None else residual + answer
-
-
-def takes_shared(
-    x: Tensor | Normed, num_chosen: int, weights: ExpertWeights, shared: SharedWeights, *, exact: bool
-) -> bool:
-    """Whether experts() computes it in its own launches."""
-    rows = x.x if isinstance(x, Normed) else x
-    if exact or not use_triton(rows) or not weights.fit(rows.dtype):
-        return False
-    from outrider.kernels.gpu import few_experts
-
-    return few_experts.is_for(len(x), num_chosen) and few_experts.takes_shared(weights, shared)
 
 
 def softmax_top(logits: Tensor, count: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:

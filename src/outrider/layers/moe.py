@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from outrider.kernels.activation import Activation, sigmoid, silu_mul
 from outrider.kernels.dispatch import use_triton
 from outrider.kernels.linear import linear
-from outrider.kernels.moe import ExpertWeights, SharedWeights, best_groups, experts, softmax_top, takes_shared
+from outrider.kernels.moe import ExpertWeights, best_groups, experts, softmax_top
 from outrider.kernels.norm import Normed, materialised
 from outrider.kernels.quantised import Quantised, QuantisedStack, joined
 from outrider.layers.linear import Linear, empty_matrix
@@ -62,33 +62,12 @@ class Experts(nn.Module):
         """Instead of the parameter's own numbers."""
         self.packed[parameter] = QuantisedStack(form, self.shape.num_experts)
 
-    @property
-    def weights(self) -> ExpertWeights:
-        up, down = self.packed.get(self.up, self.up), self.packed.get(self.down, self.down)
-        return ExpertWeights(up, down, self.up_bias, self.down_bias)
-
-    def takes(self, shared: GatedMLP, x: Tensor | Normed, num_chosen: int) -> SharedWeights | None:
-        """The weights of an expert that every row goes through, where it is computed with the others."""
-        parts = (shared.gate_up, shared.down)
-        if self.ranks is not None or shared.activation is not self.shape.activation:
-            return None
-        if any(part.packed is not None or part.bias is not None for part in parts):
-            return None
-        found = SharedWeights(shared.gate_up.weight, shared.down.weight)
-        return found if takes_shared(x, num_chosen, self.weights, found, exact=self.exact) else None
-
-    def forward(
-        self,
-        x: Tensor | Normed,
-        ids: Tensor,
-        shares: Tensor,
-        residual: Tensor | None = None,
-        shared: SharedWeights | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor | Normed, ids: Tensor, shares: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, H], ids and shares [T, k] -> [T, H], added to the residual if there is one."""
-        weights, activation = self.weights, self.shape.activation
+        up, down = self.packed.get(self.up, self.up), self.packed.get(self.down, self.down)
+        weights = ExpertWeights(up, down, self.up_bias, self.down_bias)
         own = residual if self.ranks is None else None  # answers are summed first
-        answer = experts(x, ids, shares, weights, activation, residual=own, shared=shared, exact=self.exact)
+        answer = experts(x, ids, shares, weights, self.shape.activation, residual=own, exact=self.exact)
         if self.ranks is None:
             return answer
         answer = self.ranks.sum(answer)
@@ -211,12 +190,8 @@ class MixtureMLP(nn.Module):
         if self.experts.packed:  # which do not norm their rows
             x = materialised(x)
         if isinstance(self.shared, GatedMLP):
-            ids, shares = self.router(x)
-            taken = self.experts.takes(self.shared, x, ids.shape[1])
-            if taken is None:
-                residual = self.shared(x, residual)
-            return self.experts(x, ids, shares, residual, taken)
-        if self.shared is not None:
+            residual = self.shared(x, residual)
+        elif self.shared is not None:
             residual = self.shared(x) if residual is None else residual + self.shared(x)
         return self.experts(x, *self.router(x), residual)
 

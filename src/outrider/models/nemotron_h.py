@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from outrider.kernels.activation import relu2
-from outrider.kernels.moe import SharedWeights
 from outrider.kernels.norm import Normed
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import attention_weights
@@ -18,7 +17,7 @@ from outrider.layers.cached import CachedLayer, RecurrentLayer
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
 from outrider.layers.mamba2 import Mamba2, Mamba2Shape, mamba2_weights
-from outrider.layers.mlp import GatedMLP, PlainMLP
+from outrider.layers.mlp import PlainMLP
 from outrider.layers.moe import (
     Experts,
     ExpertShape,
@@ -67,18 +66,7 @@ class LatentExperts(Experts):
         self.enter = Linear(hidden_size, shape.hidden_size, bias=bias)
         self.leave = Linear(shape.hidden_size, hidden_size, bias=bias)
 
-    def takes(self, shared: GatedMLP, x: Tensor | Normed, num_chosen: int) -> None:
-        """Nobody: other rows than theirs."""
-
-    def forward(
-        self,
-        x: Tensor | Normed,
-        ids: Tensor,
-        shares: Tensor,
-        residual: Tensor | None = None,
-        shared: SharedWeights | None = None,
-    ) -> Tensor:
-        assert shared is None
+    def forward(self, x: Tensor | Normed, ids: Tensor, shares: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.leave(super().forward(self.enter(x), ids, shares), residual)
 
 

@@ -11,7 +11,6 @@ from outrider.kernels.gpu import gates, sliced, wide, widen
 from outrider.kernels.quantised import Quantised, scales
 
 BLOCK = 1024  # words that a program widens
-FEW_ROWS = 32  # that are sliced over warps
 
 
 def linear(
@@ -27,7 +26,8 @@ def linear(
     """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`, a gate's number:
     [T, out / 2], act(gate) * up. `exact`: a row's bits do not depend on how many there are. `out`: where to put the
     result, dense."""
-    if len(x) > FEW_ROWS and not exact:
+    num_columns = len(weight.data) // 2 if gated else len(weight.data)
+    if not exact and wide.is_for(len(x), num_columns, weight.num_columns, weight.kind.num_parts, gated):
         return wide.linear(x, weight, bias, residual, gated=gated, out=out)
     if weight.order is not None:
         x = x.index_select(1, weight.order)

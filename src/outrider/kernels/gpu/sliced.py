@@ -19,6 +19,7 @@ from outrider.kernels.gpu.widen import DENSE, NUMBERS
 from outrider.kernels.quantised import Kind
 
 LONG = 8192  # inputs that give more slices enough to do
+FEW, MANY = 4224, 16384  # outputs: at most a program of 32 for each multiprocessor, or plenty
 MAX_SHARED = 200 * 2**10  # bytes of a program's buffers
 
 
@@ -115,7 +116,7 @@ def linear(
     num_parts = 1 if kind == DENSE else 2 if kind > NUMBERS[Kind.FP4] else 4
     run = part * num_parts
     num_runs = triton.cdiv(inner, run)
-    tile = tile or tile_for(num_rows, inner, num_parts, gated, exact, x.element_size())
+    tile = tile or tile_for(num_rows, num_columns, inner, num_parts, gated, exact, x.element_size())
     even = inner % (run * tile.slices) == 0
     early = launch.early(x) and (1 if tile.begins else 2)
     ahead = min(tile.ahead, data.stride(0) * 2)
@@ -135,16 +136,24 @@ def linear(
     return out
 
 
-def tile_for(num_rows: int, inner: int, num_parts: int, gated: int, exact: bool, num_bytes: int) -> Tile:
+def tile_for(
+    num_rows: int, num_columns: int, inner: int, num_parts: int, gated: int, exact: bool, num_bytes: int
+) -> Tile:
     """Measured on an H200 (docs/diary.md). Only the number of slices changes the order of a sum."""
     block_m = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
     slices = 8 if num_parts > 1 and inner >= LONG and block_m < 32 and not exact and not gated else 4
     block_n = 16 if block_m == 8 or (gated and num_parts < 4) else 32
-    if num_parts == 4 and gated:
+    if num_parts > 1 and not gated and num_columns >= MANY:
         block_n = 32
-    elif num_parts == 4 and num_rows > 32:
-        block_n = 64
-    stages = 3 if gated or block_m == 32 else 4
+    if num_parts == 4:  # inputs count as much as weights: more outputs share them
+        slices = 8 if slices == 8 and block_m == 16 else 4
+        if gated or num_rows > 1 or num_columns <= FEW:
+            block_n = 32
+        if num_rows > 32:
+            block_n = 64 if not gated else 32
+    stages = 3 if gated or block_m == 32 or (block_m == 16 and num_parts > 1 and slices == 4) else 4
+    if gated and num_parts == 4 and block_m == 8:
+        stages = 2
     matrices = 2 if gated else 1
     while stages > 2 and stages * slices * 128 * num_bytes * (block_n * matrices / num_parts + block_m) > MAX_SHARED:
         stages -= 1

@@ -4,21 +4,21 @@ of one, and a second launch adds up their sums in their order."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.gpu import gates, launch, widen
+from outrider.kernels.gpu import gates, launch, sliced, widen
 from outrider.kernels.gpu.epilogue import beside, finish
 from outrider.kernels.gpu.sums import operand
 from outrider.kernels.quantised import Quantised
 
 MAX_BLOCK = 64  # rows of a program: more do not fit into registers
-PROGRAMS = 200  # that keep a device busy
 MAX_SPLIT = 4
+MIN_RUNS = 16  # of a part, about: shorter ones are not worth a second launch
 BLOCK = 1024  # outputs whose parts a program adds up
 
 
@@ -151,7 +151,7 @@ def linear(
     if not num_rows:
         return out
     block_m = min(max(triton.next_power_of_2(num_rows), 16), MAX_BLOCK)
-    tile = tile or tile_for(num_columns, triton.cdiv(inner, form.run), gated)
+    tile = tile or tile_for(num_rows, num_columns, triton.cdiv(inner, form.run), form.num_parts, gated)
     early, scale = launch.early(x), form.scale
     assert scale is not None
     split = min(tile.split, triton.cdiv(inner, form.run)) if not gated else 1
@@ -176,9 +176,24 @@ def linear(
     return out
 
 
-def tile_for(num_columns: int, num_runs: int, gated: int) -> Tile:
-    """Enough programs for every multiprocessor, where the inputs are long enough to be shared."""
-    split = 1
-    while not gated and split < MAX_SPLIT and num_columns // 64 * split < PROGRAMS and num_runs // split >= 16:
+def tile_for(num_rows: int, num_columns: int, num_runs: int, num_parts: int, gated: int) -> Tile:
+    """Measured on an H200 (docs/diary.md). Enough programs for every multiprocessor, where inputs are long enough to
+    be shared."""
+    large = num_rows > 64 or (num_rows > 16 and (gated or (num_parts == 2 and num_columns >= sliced.MANY)))
+    tile = Tile(128, 3, 8) if large else Tile(64, 4 if num_parts == 4 else 3, 4)
+    num_programs = triton.cdiv(num_rows, MAX_BLOCK) * triton.cdiv(num_columns, tile.block_n)
+    split, wanted = 1, 90 if large else 180 if num_parts == 4 else 200
+    while not gated and split < MAX_SPLIT and num_programs * split < wanted and num_runs // split >= MIN_RUNS:
         split *= 2
-    return Tile(64, 3, 4, split)
+    return replace(tile, split=split)
+
+
+def is_for(num_rows: int, num_columns: int, inner: int, num_parts: int, gated: int) -> bool:
+    """Whether it is faster than slices; measured on an H200."""
+    if num_rows > 32:
+        return True
+    if num_rows > 16:
+        return bool(gated) or num_columns >= sliced.MANY or inner >= sliced.LONG
+    if num_rows > 8 and num_parts == 4:
+        return bool(gated) or num_columns >= sliced.MANY or (num_columns <= sliced.FEW and inner < sliced.LONG)
+    return False
