@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.kernels.gpu import launch
 
-BLOCK_K = 128  # numbers that are added at once, at most: the same for any number of rows, so bits are a row's own
+BLOCK_K = 128  # numbers that are added at once, at most: as many for any number of rows, so bits are a row's own
 FEW_ROWS = 64
 
 
