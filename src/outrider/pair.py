@@ -40,6 +40,7 @@ from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.cached import recurrent_layers
 from outrider.layers.exact import make_exact
 from outrider.layers.linear import deferred
+from outrider.layers.moe import route_in_one_launch
 from outrider.layers.norm import norm_on_the_way
 from outrider.layers.packing import gains_from_packing, held_bytes, pack_weights, share_blocks
 from outrider.layers.split import split_over
@@ -188,6 +189,7 @@ def open_pair(
             make_exact(target)
         else:
             norm_on_the_way(target)
+            route_in_one_launch(target)
         with startup.timed("cache"):
             predicting = _predicting(config, target, drafter)
             if predicting is not None:
