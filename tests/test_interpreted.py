@@ -22,6 +22,7 @@ PROMPT = [5, 6, 7, 8, 9, 5, 6]
 PAIRS = [
     ("llama", "eagle3", 4),  # with layers, as few as have one of each kind
     ("gpt_oss", "oracle", 2),
+    ("gemma3", "oracle", 2),
     ("nemotron_h", "oracle", 6),
     ("deepseek_v3", "oracle", 2),
 ]

@@ -40,6 +40,7 @@ from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.cached import recurrent_layers
 from outrider.layers.exact import make_exact
 from outrider.layers.linear import deferred
+from outrider.layers.moe import route_in_one_launch
 from outrider.layers.norm import norm_on_the_way
 from outrider.layers.packing import gains_from_packing, held_bytes, pack_weights, share_blocks
 from outrider.layers.split import split_over
@@ -157,7 +158,7 @@ def open_pair(
                 drafter.ranks = team.world if team is not None else None
         is_drafting = True
         if team is not None and team.num_stages > 1:
-            split_layers(target, drafter, team.stage, team.num_stages, team.world)
+            split_layers(target, drafter, team)
             is_drafting = drafter is None or drafter.reads_tokens_only or team.stage == team.num_stages - 1
             if drafter is not None and not is_drafting:
                 drafter = AbsentDrafter(drafter)
@@ -188,6 +189,7 @@ def open_pair(
             make_exact(target)
         else:
             norm_on_the_way(target)
+            route_in_one_launch(target)
         with startup.timed("cache"):
             predicting = _predicting(config, target, drafter)
             if predicting is not None:

@@ -15,6 +15,7 @@ from outrider.kernels import activation, attention, linear, norm, penalties, rop
 from outrider.kernels.gpu import activation as gpu_activation  # noqa: E402
 from outrider.kernels.gpu import attention as gpu_attention  # noqa: E402
 from outrider.kernels.gpu import filter as gpu_filter  # noqa: E402
+from outrider.kernels.gpu import gates  # noqa: E402
 from outrider.kernels.gpu import linear as gpu_linear  # noqa: E402
 from outrider.kernels.gpu import norm as gpu_norm  # noqa: E402
 from outrider.kernels.gpu import penalties as gpu_penalties  # noqa: E402
@@ -85,7 +86,7 @@ ATTENTION = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parts", [None, 1, 4])
+@pytest.mark.parametrize("parts", [None, 1, 6])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim", "window", "softcap", "sinks"), ATTENTION)
 def test_attention(
     heads: int, kv_heads: int, dim: int, value_dim: int, window: int, softcap: float, sinks: bool,
@@ -242,8 +243,9 @@ def test_linear(rows: int, columns: int, inner: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("rows", [5, 66])
 def test_gated_linear(rows: int, dtype: torch.dtype) -> None:
     x, weight, bias = random(rows, 96, dtype=dtype), random(2 * 40, 96, dtype=dtype), random(80, dtype=dtype)
-    wanted = activation.silu_mul_reference(linear.linear_reference(x, weight, bias))
-    check(gpu_linear.linear(x, weight, bias, gated=True), wanted, dtype, 10)
+    for function in (activation.silu_mul, activation.gelu_tanh_mul):
+        wanted = function(linear.linear_reference(x, weight, bias))
+        check(gpu_linear.linear(x, weight, bias, gated=gates.on_the_way(function)), wanted, dtype, 10)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -254,6 +256,17 @@ def test_norm(shape: tuple[int, ...], offset: float, wide: bool, dtype: torch.dt
     for scale in (weight, None):
         wanted = norm.rms_norm_reference(x, scale, 1e-5, offset=offset, wide=wide)
         check(gpu_norm.rms_norm(x, scale, 1e-5, offset=offset, wide=wide), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("offset", "wide"), [(0.0, False), (1.0, True)])
+def test_norm_twice(offset: float, wide: bool, dtype: torch.dtype) -> None:
+    x, residual = random(3, 200, dtype=dtype)[:, :100], random(3, 100, dtype=dtype, seed=1)
+    first, second = (norm.Normed(x, random(100, dtype=dtype, seed=seed), 1e-5, offset, wide) for seed in (2, 3))
+    stream, normed = gpu_norm.normed_twice(first, residual, second)
+    wanted = residual + norm.rms_norm_reference(x, first.weight, 1e-5, offset=offset, wide=wide)
+    check(stream, wanted, dtype)
+    check(normed, norm.rms_norm_reference(stream, second.weight, 1e-5, offset=offset, wide=wide), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

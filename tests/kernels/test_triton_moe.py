@@ -14,6 +14,7 @@ from outrider.kernels.activation import Activation, ClampedSwish, relu2, silu_mu
 from outrider.kernels.gpu import few_experts, router
 from outrider.kernels.gpu import moe as gpu_moe
 from outrider.kernels.moe import ExpertWeights, experts_reference, softmax_top, softmax_top_reference
+from outrider.kernels.norm import Normed, rms_norm_reference
 
 
 def make_weights(
@@ -78,6 +79,28 @@ def test_the_best_experts(rows: int, num_experts: int, count: int, renormalise: 
     torch.testing.assert_close(shares, wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logits.gather(1, ids.long()), logits.gather(1, wanted_ids))
     assert ((ids == 0).any(1) | ~(ids == 1).any(1)).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_experts", "is_normed", "wide"), [(1, 8, False, True), (5, 30, True, True), (3, 33, False, False)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_routes_in_one_launch(rows: int, num_experts: int, is_normed: bool, wide: bool, dtype: torch.dtype) -> None:
+    x, weight = random(rows, 72, dtype=dtype), random(num_experts, 72, dtype=dtype, seed=1)
+    bias = None if is_normed else random(num_experts, dtype=dtype, seed=2)
+    scale, counter = random(72, seed=3), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    given = Normed(x, scale, 1e-5, 0.5, True) if is_normed else x
+    plain = rms_norm_reference(x.float(), scale, 1e-5, offset=0.5, wide=True) if is_normed else x.float()
+    logits = plain @ weight.float().T + (0.0 if bias is None else bias.float())
+    logits = logits if wide else logits.to(dtype).float()
+    wanted_ids, wanted = softmax_top_reference(logits, 3, renormalise=True)
+    assert router.is_for(given, weight)
+    for _ in range(2):  # the counter is left as it was
+        ids, shares = router.route(given, weight, bias, 3, counter, renormalise=True, wide=wide)
+        close = 1e-4 if dtype is torch.float32 else 5e-2
+        torch.testing.assert_close(shares, wanted, rtol=close, atol=close)
+        torch.testing.assert_close(logits.gather(1, ids.long()), logits.gather(1, wanted_ids), rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, -torch.inf])

@@ -13,7 +13,7 @@ CUDA = torch.cuda.is_available()
 pytest.importorskip("triton")
 
 from outrider.kernels.gpu import quantised as gpu  # noqa: E402
-from outrider.kernels.gpu import sliced, widen  # noqa: E402
+from outrider.kernels.gpu import sliced, wide, widen  # noqa: E402
 from outrider.kernels.quantised import (  # noqa: E402
     FP4_VALUES,
     Kind,
@@ -51,6 +51,7 @@ def random_weight(
     shape=st.sampled_from([(1, 128), (9, 128), (3, 64), (5, 32), (1, 360), (3, 192), (2, 256), (8, 16)]),
     num_inputs=st.sampled_from([1, 3, 17, 70]),
     flags=st.tuples(*[st.booleans()] * 5),
+    split=st.sampled_from([0, 0, 1, 2, 3]),
     dtype=st.sampled_from(DTYPES),
 )
 @settings(max_examples=60 if CUDA else 25, deadline=None)
@@ -60,8 +61,10 @@ def test_products_are_those_of_the_dense_matrix(
     shape: tuple[int, int],
     num_inputs: int,
     flags: tuple[bool, bool, bool, bool, bool],
+    split: int,
     dtype: torch.dtype,
 ) -> None:
+    """split: in how many parts warps that work together add up; 0: as it comes."""
     has_offset, is_ordered, has_bias, has_residual, is_gated = flags
     if not is_packable(shape[0] * shape[1], shape[1], kind):
         return
@@ -79,7 +82,10 @@ def test_products_are_those_of_the_dense_matrix(
         wanted = torch.nn.functional.silu(gate) * up
     if residual is not None:
         wanted += residual.float()
-    found = gpu.linear(x, weight, bias, residual, gated=is_gated)
+    if split:
+        found = wide.linear(x, weight, bias, residual, gated=is_gated, tile=wide.Tile(64, 3, 4, split))
+    else:
+        found = gpu.linear(x, weight, bias, residual, gated=is_gated)
     close = 2e-4 if dtype is torch.float32 else 4e-2
     torch.testing.assert_close(found.float(), wanted, rtol=close, atol=close * float(wanted.abs().amax()))
     if not CUDA:  # the interpreter multiplies with a library whose bits depend on the number of rows

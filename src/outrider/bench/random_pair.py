@@ -22,6 +22,7 @@ from outrider.engine.memory import parameter_bytes, plan_memory
 from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.block import DecoderBlock
 from outrider.layers.exact import make_exact
+from outrider.layers.moe import route_in_one_launch
 from outrider.layers.mtp import MtpModule
 from outrider.layers.norm import RMSNorm, norm_on_the_way
 from outrider.layers.packing import round_experts, round_matrices
@@ -147,6 +148,7 @@ def random_engine(config: EngineConfig, shape: dict[str, Any], startup: StartupT
         make_exact(target)
     else:
         norm_on_the_way(target)
+        route_in_one_launch(target)
     with startup.timed("cache"):
         return Engine(config, target, Drafting.of(config, drafter), budget)
 

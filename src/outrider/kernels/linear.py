@@ -11,7 +11,7 @@ from outrider.kernels.norm import Normed
 from outrider.kernels.packed import Packed
 from outrider.kernels.quantised import Quantised
 
-MANY_ROWS = 64  # of the input: widening a matrix in few bits, for a library's product, is faster
+MANY_ROWS = 256  # of the input: widening a matrix in few bits, for a library's product, is faster
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -83,8 +83,17 @@ def gated_linear(
         if y is not None:
             return y
         x = x.tensor()
-    if activation is silu_mul:
-        return silu_linear(x, weight, bias, packed, exact=exact)
+    if isinstance(packed, Quantised) and _is_widened(x, exact):
+        return gated_linear(x, packed.dense(x.dtype), bias, None, activation, exact=exact)
+    if use_triton(x):
+        from outrider.kernels.gpu import gates, quantised
+        from outrider.kernels.gpu import linear as gpu
+
+        gate = gates.on_the_way(activation)
+        if gate and isinstance(packed, Quantised):
+            return quantised.linear(x, packed, bias, gated=gate, exact=exact)
+        if gate and _in_triton(x, weight, exact):
+            return gpu.linear(x, weight, bias, gated=gate, exact=exact)
     return activation(linear(x, weight, bias, packed, exact=exact))
 
 
@@ -101,28 +110,6 @@ def _normed_linear(
 
     form = packed if isinstance(packed, Quantised) else weight
     return normed.linear(x, form, bias, activation, out=out) if normed.is_for(x, form, activation) else None
-
-
-def silu_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    packed: Packed | Quantised | None = None,
-    *,
-    exact: bool = False,
-) -> Tensor:
-    """silu(gate) * up, where gate and up are the halves of x W^T + b: weight [2 I, in] -> [T, I]."""
-    if isinstance(packed, Quantised):
-        if _is_widened(x, exact):
-            return silu_linear(x, packed.dense(x.dtype), bias, exact=exact)
-        from outrider.kernels.gpu import quantised
-
-        return quantised.linear(x, packed, bias, gated=True, exact=exact)
-    if _in_triton(x, weight, exact):
-        from outrider.kernels.gpu import linear as gpu
-
-        return gpu.linear(x, weight, bias, gated=True, exact=exact)
-    return silu_mul(linear(x, weight, bias, packed))
 
 
 def _is_widened(x: Tensor, exact: bool) -> bool:

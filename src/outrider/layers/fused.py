@@ -16,6 +16,8 @@ from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.types import Batch
 
+FOLLOWING = "the norm of the next layer"  # in a pass's memo
+
 
 @dataclass(frozen=True)
 class BlockParts:
@@ -110,7 +112,9 @@ class FusedLayers:
 
 def _one_by_one(layers: nn.ModuleList, x: Tensor, batch: Batch, ends: Sequence[int]) -> dict[int, Tensor]:
     streams = {0: x}
+    norms = [getattr(layer, "attention_norm", None) for layer in layers]
     for number, layer in enumerate(layers, start=1):
+        batch.memo[FOLLOWING] = norms[number] if number < len(norms) else None
         x = layer(x, batch)  # a new tensor every time: a tap is never written to again
         if number in ends:
             streams[number] = x

@@ -90,18 +90,46 @@ def router_logits(gate: Linear, x: Tensor | Normed) -> Tensor:
 
 
 class SoftmaxRouter(nn.Module):
-    """Probabilities over all experts; the chosen keep theirs, or share one between them."""
+    """Probabilities over all experts; the chosen keep theirs, or share one between them. `wide`: of logits that are not
+    rounded to the model's precision."""
 
-    def __init__(self, hidden_size: int, num_experts: int, num_chosen: int, *, renormalise: bool) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_chosen: int,
+        *,
+        renormalise: bool,
+        bias: bool = False,
+        wide: bool = False,
+    ) -> None:
         super().__init__()
         check_choice(num_chosen, num_experts)
-        self.gate = Linear(hidden_size, num_experts)
+        self.gate = Linear(hidden_size, num_experts, bias=bias)
         self.num_chosen = num_chosen
         self.renormalise = renormalise
+        self.wide = wide
+        self.counter: Tensor | None = None  # of programs that have finished, where few rows take one launch
 
     def forward(self, x: Tensor | Normed) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
-        return softmax_top(self.gate(x), self.num_chosen, renormalise=self.renormalise)
+        gate, count, renormalise = self.gate, self.num_chosen, self.renormalise
+        if self.counter is not None and gate.packed is None and not torch.is_grad_enabled():
+            from outrider.kernels.gpu import router
+
+            if router.is_for(x, gate.weight):
+                return router.route(
+                    x, gate.weight, gate.bias, count, self.counter, renormalise=renormalise, wide=self.wide
+                )
+        return softmax_top(router_logits(gate, x) if self.wide else gate(x), count, renormalise=renormalise)
+
+
+def route_in_one_launch(model: nn.Module) -> None:
+    """Few rows are routed in one launch, in a model that is filled and stays as it is: other bits than with many."""
+    with torch.inference_mode():
+        for module in model.modules():
+            if isinstance(module, SoftmaxRouter) and use_triton(module.gate.weight):
+                module.counter = torch.zeros(1, dtype=torch.int32, device=module.gate.weight.device)
 
 
 @dataclass(frozen=True)

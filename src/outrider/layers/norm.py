@@ -30,9 +30,12 @@ class RMSNorm(nn.Module):
 
     def on_the_way(self, x: Tensor) -> Tensor | Normed:
         """x [T, H], normed, or to be normed by whoever multiplies with it first: for those who can do both."""
-        if self.floats is None or len(x) > FEW_ROWS or not use_triton(x):
+        if self.floats is None or not self.goes_on_the_way(x):
             return self(x)
         return Normed(x, self.floats, self.eps, self.offset, self.wide)
+
+    def goes_on_the_way(self, x: Tensor) -> bool:
+        return self.floats is not None and len(x) <= FEW_ROWS and use_triton(x)
 
     def of_heads(self, x: Tensor) -> Normed:
         """x [T, heads, D], to be normed where it is written to its pages."""
@@ -45,6 +48,14 @@ class RMSNorm(nn.Module):
 
             return gpu.rms_norm(x, self.weight, self.eps, offset=self.offset, wide=self.wide, residual=residual)
         return residual + self(x)
+
+    def added_for(self, x: Tensor, residual: Tensor, following: "RMSNorm | None") -> tuple[Tensor, Tensor | None]:
+        """added(), and what the following norm makes of that where it costs nothing; else None."""
+        if following is None or not use_triton(x) or following.goes_on_the_way(x):
+            return self.added(x, residual), None
+        from outrider.kernels.gpu import norm as gpu
+
+        return gpu.normed_twice(self.of_heads(x), residual, following.of_heads(x))
 
     def into(self, out: Tensor, x: Tensor) -> None:
         """x [T, H], normed, becomes part of wider rows: out [T, H]."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from outrider.layers.attention import SelfAttention
 from outrider.layers.block import attention_weights, mlp_weights
-from outrider.layers.fused import BlockParts, Fusable, block_parts
+from outrider.layers.fused import FOLLOWING, BlockParts, Fusable, block_parts
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
 from outrider.types import Batch, Weight
@@ -31,15 +31,23 @@ class SandwichBlock(Fusable):
         norms = {"attention_norm": attention_norm, "attended_norm": attended_norm, "fed_norm": fed_norm}
         return block_parts(self.attention, self.mlp, self.mlp_norm, **norms)
 
-    def feed(self, x: Tensor) -> Tensor:
-        """The residual stream [T, H] -> what is normed and added to it."""
-        return self.mlp(self.mlp_norm.on_the_way(x))
+    def feed(self, x: Tensor, normed: Tensor | None) -> Tensor:
+        """The residual stream [T, H], and what the MLP's norm makes of it if that is known -> what is normed and added
+        to it."""
+        return self.mlp(self.mlp_norm.on_the_way(x) if normed is None else normed)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         norm = self.attention_norm
-        inputs = norm.on_the_way(x) if isinstance(self.attention, SelfAttention) else norm(x)
-        x = self.attended_norm.added(self.attention(inputs, batch), x)
-        return self.fed_norm.added(self.feed(x), x)
+        stream, inputs = batch.memo.pop(norm, (None, None))  # from the block before
+        if inputs is None or stream is not x:
+            inputs = norm.on_the_way(x) if isinstance(self.attention, SelfAttention) else norm(x)
+        x, normed = self.attended_norm.added_for(self.attention(inputs, batch), x, self.mlp_norm)
+        # the next block's norm, if its input is this block's result as it is
+        following = batch.memo.get(FOLLOWING) if type(self).forward is SandwichBlock.forward else None
+        x, normed = self.fed_norm.added_for(self.feed(x, normed), x, following)
+        if normed is not None:
+            batch.memo[following] = (x, normed)
+        return x
 
 
 def sandwich_weights(block: SandwichBlock, source: str) -> dict[str, Weight]:

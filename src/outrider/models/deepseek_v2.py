@@ -4,41 +4,37 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from outrider.kernels.moe import best_groups, softmax_top
+from outrider.kernels.moe import best_groups
 from outrider.kernels.norm import Normed
 from outrider.layers.block import mlp_weights
 from outrider.layers.embedding import Embedding, Head
-from outrider.layers.linear import Linear
 from outrider.layers.mla import LatentAttention, LatentBlock, LatentShape, latent_weights, rope_settings
 from outrider.layers.mlp import GatedMLP
-from outrider.layers.moe import Experts, ExpertShape, MixtureMLP, check_choice, experts_by_number, router_logits
+from outrider.layers.moe import Experts, ExpertShape, MixtureMLP, SoftmaxRouter, experts_by_number, router_logits
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.base import Target, refuse, require, targets
 from outrider.types import Weight
 
 
-class GroupRouter(nn.Module):
+class GroupRouter(SoftmaxRouter):
     """Probabilities over all experts. The chosen keep theirs, times a factor: they do not add up to one."""
 
     def __init__(self, hidden_size: int, config: dict[str, Any]) -> None:
-        super().__init__()
-        num_experts, self.num_chosen = require(config, "n_routed_experts", "num_experts_per_tok")
-        check_choice(self.num_chosen, num_experts)
-        self.gate = Linear(hidden_size, num_experts)
+        num_experts, num_chosen = require(config, "n_routed_experts", "num_experts_per_tok")
+        super().__init__(hidden_size, num_experts, num_chosen, renormalise=False, wide=True)
         self.scale = config.get("routed_scaling_factor", 1.0)
         grouped = config.get("topk_method", "greedy") == "group_limited_greedy"
         self.num_groups, self.num_kept = expert_groups(config) if grouped else (1, 1)
 
     def forward(self, x: Tensor | Normed) -> tuple[Tensor, Tensor]:
         """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
-        logits = router_logits(self.gate, x)
         if self.num_kept < self.num_groups:
-            scores = logits.softmax(-1)
+            scores = router_logits(self.gate, x).softmax(-1)
             scores = scores.masked_fill(~best_groups(scores, self.num_groups, self.num_kept, 1), 0.0)
             shares, ids = scores.topk(self.num_chosen, dim=-1)
         else:
-            ids, shares = softmax_top(logits, self.num_chosen, renormalise=False)
+            ids, shares = super().forward(x)
         return ids, shares if self.scale == 1 else shares * self.scale
 
 

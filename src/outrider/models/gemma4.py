@@ -131,8 +131,8 @@ class Gemma4Block(SandwichBlock):
         self.per_layer = per_layer
         self.scalar = nn.Parameter(torch.empty(1))
 
-    def feed(self, x: Tensor) -> Tensor:
-        answer = super().feed(x)
+    def feed(self, x: Tensor, normed: Tensor | None) -> Tensor:
+        answer = super().feed(x, normed)
         return answer if self.mixture is None else self.mixture(answer, x)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

@@ -5,16 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.kernels.activation import ClampedSwish
-from outrider.kernels.moe import softmax_top
-from outrider.kernels.norm import Normed
 from outrider.kernels.quantised import Quantised, joined
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import DecoderBlock
-from outrider.layers.linear import Linear
-from outrider.layers.moe import Experts, ExpertShape, MixtureMLP, check_choice, rows_in_order
+from outrider.layers.moe import Experts, ExpertShape, MixtureMLP, SoftmaxRouter, rows_in_order
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.base import of_layers, require, targets
@@ -30,20 +27,6 @@ DEFAULTS = {
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
 }
-
-
-class LogitRouter(nn.Module):
-    """The experts with the highest logits share one between them, by the softmax of theirs alone."""
-
-    def __init__(self, hidden_size: int, num_experts: int, num_chosen: int) -> None:
-        super().__init__()
-        check_choice(num_chosen, num_experts)
-        self.gate = Linear(hidden_size, num_experts, bias=True)
-        self.num_chosen = num_chosen
-
-    def forward(self, x: Tensor | Normed) -> tuple[Tensor, Tensor]:
-        """x [T, H] -> the experts of each row [T, k], and their shares [T, k]."""
-        return softmax_top(self.gate(x), self.num_chosen, renormalise=True)
 
 
 @targets.register("GptOssForCausalLM")
@@ -77,7 +60,9 @@ class GptOss(Llama):
         count, num_chosen, size = require(self.config, "num_local_experts", "num_experts_per_tok", "intermediate_size")
         activation = ClampedSwish(self.config["swiglu_alpha"], self.config["swiglu_limit"])
         shape = ExpertShape(count, hidden_size, size, bias=True, activation=activation)
-        return MixtureMLP(LogitRouter(hidden_size, count, num_chosen), Experts(shape))
+        # the chosen share one between them by the softmax of their logits alone
+        router = SoftmaxRouter(hidden_size, count, num_chosen, renormalise=True, bias=True)
+        return MixtureMLP(router, Experts(shape))
 
     def weights(self) -> dict[str, Weight]:
         weights = super().weights()

@@ -87,10 +87,10 @@ def _attend_blocks(
     best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, high, part, parts,
     key_row, value_row, first_key, scale, softcap, PAGE: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-    VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
+    VALUE: tl.constexpr, SAME: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """The rows of a program see those of the blocks low <= number < high that are their part's. Scores are in units of
-    log 2. MASKED: not every row sees every key of them."""
+    log 2. MASKED: not every row sees every key of them. SAME: the first MAIN numbers of a key are its value."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     place, value_place = tl.arange(0, MAIN), tl.arange(0, BLOCK_VALUE)
     first = low + (part - low % parts + parts) % parts
@@ -108,13 +108,19 @@ def _attend_blocks(
         value_at = values_at + location * value_row
         if MASKED:
             keys = tl.load(key_at[:, None] + place[None, :], mask=exists[:, None] & (place < DIM)[None, :], other=0.0)
-            values = tl.load(
-                value_at[:, None] + value_place[None, :],
-                mask=exists[:, None] & (value_place < VALUE)[None, :], other=0.0,
-            )  # fmt: skip
+            values = keys
+            if not SAME:
+                values = tl.load(
+                    value_at[:, None] + value_place[None, :],
+                    mask=exists[:, None] & (value_place < VALUE)[None, :], other=0.0,
+                )  # fmt: skip
         else:
             keys = tl.load(key_at[:, None] + place[None, :], mask=(place < DIM)[None, :], other=0.0)
-            values = tl.load(value_at[:, None] + value_place[None, :], mask=(value_place < VALUE)[None, :], other=0.0)
+            values = keys
+            if not SAME:
+                values = tl.load(
+                    value_at[:, None] + value_place[None, :], mask=(value_place < VALUE)[None, :], other=0.0
+                )
         # pages may hold fewer bits
         score = tl.dot(query, keys.to(query.dtype).T, input_precision=precision)
         if REST > 0:
@@ -147,6 +153,32 @@ def _attend_blocks(
     return best, weight, total
 
 
+@triton.jit
+def _part(
+    maxima, sums, partial, at, fits, number, parts, FIRST: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr
+):
+    """What a program has left for some rows of a part, if there is one; of the FIRST there is."""
+    values = partial + at[:, None] * VALUE + tl.arange(0, BLOCK_VALUE)[None, :]
+    if FIRST:
+        top = tl.load(maxima + at, cache_modifier=".cg")
+        seen = tl.load(sums + at, cache_modifier=".cg")
+        other = tl.load(values, mask=fits, other=0.0, cache_modifier=".cg")
+    else:
+        exists = number + at * 0 < parts
+        top = tl.load(maxima + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        seen = tl.load(sums + at, mask=exists, other=0.0, cache_modifier=".cg")
+        other = tl.load(values, mask=fits & exists[:, None], other=0.0, cache_modifier=".cg")
+    return top, seen, other
+
+
+@triton.jit
+def _plus_part(best, weight, total, top, seen, other):
+    better = tl.maximum(best, top)
+    safe = tl.where(better == float("-inf"), 0.0, better)
+    shrink, share = tl.exp2(best - safe), tl.exp2(top - safe)
+    return better, weight * shrink + seen * share, total * shrink[:, None] + other * share[:, None]
+
+
 @triton.jit(do_not_specialize=["first_key", "table_row"])
 def _attend(
     items, counters, q, k_pages, v_pages, page_table, indices, last_keys, sinks, out, partial, maxima, sums,
@@ -154,7 +186,7 @@ def _attend(
     num_kv_heads, first_key, PAGE: tl.constexpr, WIDE: tl.constexpr, ITEM: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr, HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
+    SAME: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
 ):  # fmt: skip
     """A program has a few rows of one request, with all query heads that share a key head, and every `parts`-th block
     of keys. Rows and heads are laid out as row * GROUP + head. SPLIT: blocks that all rows see are computed apart."""
@@ -201,18 +233,18 @@ def _attend(
             best, weight, total = _attend_blocks(
                 best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, full,
                 part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, True, WINDOW, SOFTCAP, DIM,
-                MAIN, REST, VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
+                MAIN, REST, VALUE, SAME, BLOCK_VALUE, BLOCK_N, IEEE,
             )  # fmt: skip
         best, weight, total = _attend_blocks(
             best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, full, full_end,
             part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, False, WINDOW, SOFTCAP, DIM, MAIN,
-            REST, VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
+            REST, VALUE, SAME, BLOCK_VALUE, BLOCK_N, IEEE,
         )  # fmt: skip
         low = full_end
     best, weight, total = _attend_blocks(
         best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, high,
         part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, True, WINDOW, SOFTCAP, DIM, MAIN, REST,
-        VALUE, BLOCK_VALUE, BLOCK_N, IEEE,
+        VALUE, SAME, BLOCK_VALUE, BLOCK_N, IEEE,
     )  # fmt: skip
     fits = inside[:, None] & (value_place < VALUE)[None, :]
     if parts > 1:
@@ -231,18 +263,30 @@ def _attend(
         best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
         weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
         total = tl.zeros((BLOCK_M, BLOCK_VALUE), dtype=tl.float32)
-        for _ in range(parts):
-            top = tl.load(maxima + at, cache_modifier=".cg")
-            better = tl.maximum(best, top)
-            safe = tl.where(better == float("-inf"), 0.0, better)
-            shrink, share = tl.exp2(best - safe), tl.exp2(top - safe)
-            weight = weight * shrink + tl.load(sums + at, cache_modifier=".cg") * share
-            other = tl.load(
-                partial + at[:, None] * VALUE + value_place[None, :], mask=fits, other=0.0, cache_modifier=".cg"
-            )
-            total = total * shrink[:, None] + other * share[:, None]
-            best = better
-            at += stride
+        # as many at a time as registers hold, so that what one waits for, all wait for together
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_VALUE
+        PIECE: tl.constexpr = 4 if SIZE <= 2048 else (2 if SIZE <= 4096 or BLOCK_M == 16 else 1)
+        for first in range(0, parts, PIECE):
+            top, seen, other = _part(maxima, sums, partial, at, fits, first, parts, True, VALUE, BLOCK_VALUE)
+            top1, seen1, other1, top2, seen2, other2, top3, seen3, other3 = (top, seen, other) * 3
+            if PIECE > 1:
+                top1, seen1, other1 = _part(
+                    maxima, sums, partial, at + stride, fits, first + 1, parts, False, VALUE, BLOCK_VALUE
+                )
+            if PIECE > 2:
+                top2, seen2, other2 = _part(
+                    maxima, sums, partial, at + 2 * stride, fits, first + 2, parts, False, VALUE, BLOCK_VALUE
+                )
+                top3, seen3, other3 = _part(
+                    maxima, sums, partial, at + 3 * stride, fits, first + 3, parts, False, VALUE, BLOCK_VALUE
+                )
+            best, weight, total = _plus_part(best, weight, total, top, seen, other)
+            if PIECE > 1:
+                best, weight, total = _plus_part(best, weight, total, top1, seen1, other1)
+            if PIECE > 2:
+                best, weight, total = _plus_part(best, weight, total, top2, seen2, other2)
+                best, weight, total = _plus_part(best, weight, total, top3, seen3, other3)
+            at += PIECE * stride
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
         better = tl.maximum(best, sink)
@@ -327,6 +371,7 @@ def paged_attention(
             ITEM=ITEM, SPLIT=parts is None and form.block_m >= 64,
             GROUP=group, WINDOW=window, HAS_LAST=last_key is not None, HAS_SINKS=sinks is not None,
             SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
+            SAME=k_pages.data_ptr() == v_pages.data_ptr() and value_dim == main,
             BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=form.block_m, BLOCK_N=form.block_n,
             IEEE=q.dtype == torch.float32, num_warps=form.num_warps, num_stages=form.num_stages,
         )  # fmt: skip

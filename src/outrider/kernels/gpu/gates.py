@@ -23,6 +23,12 @@ def gate_of(activation: Activation) -> tuple[int, float, float]:
     return (SQUARE if activation is relu2 else NONE), 1.0, 0.0
 
 
+def on_the_way(activation: Activation) -> int:
+    """Its number where a linear can do it on its way out, else NONE."""
+    number, _, _ = gate_of(activation)
+    return number if number in (SILU, GELU) else NONE
+
+
 def has_two(gate: int) -> bool:
     """Whether it is of gate and up."""
     return gate not in (NONE, SQUARE)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.kernels.gpu import launch
 
-BLOCK_K = 64  # numbers that are added at once: the same for any number of rows, so bits are a row's own
+BLOCK_K = 128  # numbers that are added at once, at most: as many for any number of rows, so bits are a row's own
 FEW_ROWS = 64
 
 
@@ -53,6 +53,7 @@ def head_linear(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         _head_linear[grid](
             x, weight, out, num_rows, num_columns, inner, x.stride(0), x.stride(1), *weight.stride(),
             out.stride(0), out.stride(1), IEEE=x.dtype == torch.float32, BLOCK_M=block_m, BLOCK_N=32,
-            BLOCK_K=BLOCK_K, EARLY=early, num_warps=4, num_stages=3, **launch.options(early),
+            BLOCK_K=min(max(triton.next_power_of_2(inner), 16), BLOCK_K), EARLY=early, num_warps=4, num_stages=3,
+            **launch.options(early),
         )  # fmt: skip
     return out

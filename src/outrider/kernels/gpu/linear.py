@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.gpu import launch, sliced, widen
-from outrider.kernels.gpu.epilogue import finish
+from outrider.kernels.gpu import gates, launch, sliced, widen
+from outrider.kernels.gpu.epilogue import beside, finish
+from outrider.kernels.gpu.launch import prefetch
 
 SMALL = 2**22  # numbers in a weight: time goes into starting, not into reading
 WIDE = 16384  # outputs that make enough programs for any tile
@@ -28,22 +29,13 @@ class Tile:
     ahead: int = 0  # bytes of every weight row that are fetched before the input is there
 
 
-@triton.jit
-def _prefetch(pointers, SIZE: tl.constexpr):
-    """Brings so many bytes from each pointer on nearer, without waiting for them."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [pointers.to(tl.int64), tl.full(pointers.shape, SIZE, tl.int32)], tl.int32, False, 1,
-    )  # fmt: skip
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # compiled once for any number
 def _linear(
     x, weight, bias, residual, out, num_rows, num_columns, inner, x_stride, residual_stride,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EVEN: tl.constexpr, IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """GATED: the weight's rows are gates, then ups; the result is silu(gate) * up."""
+    """GATED, a gate's number: the weight's rows are gates, then ups; the result is act(gate) * up."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     place = tl.arange(0, BLOCK_K)
@@ -54,10 +46,14 @@ def _linear(
             tl.extra.cuda.gdc_launch_dependents()
         if AHEAD > 0:
             ahead = weight + tl.minimum(column, num_columns - 1).to(tl.int64) * inner
-            _prefetch(ahead, AHEAD)
+            prefetch(ahead, AHEAD)
             if GATED:
-                _prefetch(ahead + up_shift, AHEAD)
+                prefetch(ahead + up_shift, AHEAD)
         tl.extra.cuda.gdc_wait()
+    fits = row_fits[:, None] & column_fits[None, :]
+    first_bias, second_bias, more = beside(
+        bias, residual, row[:, None], column[None, :], fits, num_columns, residual_stride, GATED, HAS_BIAS, HAS_RESIDUAL
+    )
     weight_at = weight + column.to(tl.int64)[:, None] * inner + place[None, :]
     x_at = x + row.to(tl.int64)[:, None] * x_stride + place[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -74,8 +70,8 @@ def _linear(
     if EARLY == 2:
         tl.extra.cuda.gdc_launch_dependents()
     finish(
-        total, second, bias, residual, out, row[:, None], column[None, :], row_fits[:, None] & column_fits[None, :],
-        num_columns, residual_stride, GATED, HAS_BIAS, HAS_RESIDUAL,
+        total, second, first_bias, second_bias, more, out, row[:, None], column[None, :], fits, num_columns,
+        GATED, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
 
 
@@ -85,13 +81,14 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
-    gated: bool = False,
+    gated: int = gates.NONE,
     tile: Tile | None = None,
     exact: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up.
-    `exact`: a row's bits do not depend on how many there are. `out`: where to put the result, dense."""
+    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`, a gate's number:
+    [T, out / 2], act(gate) * up. `exact`: a row's bits do not depend on how many there are. `out`: where to put the
+    result, dense."""
     if tile is None and not exact and not gated and _is_better_sliced(len(x), weight):
         part = widen.DENSE_PART
         return sliced.linear(
@@ -118,7 +115,7 @@ def linear(
     _linear[(triton.cdiv(num_columns, tile.block_n), triton.cdiv(num_rows, block_m))](
         x, weight, out if bias is None else bias, out if residual is None else residual, out,
         num_rows, num_columns, inner, x.stride(0), 0 if residual is None else residual.stride(0),
-        GATED=gated, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, EVEN=inner % tile.block_k == 0,
+        GATED=int(gated), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, EVEN=inner % tile.block_k == 0,
         IEEE=x.dtype == torch.float32, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         AHEAD=min(tile.ahead, inner * 2) // 16 * 16 if inner % 8 == 0 else 0, EARLY=int(early),
         num_warps=tile.warps, num_stages=tile.stages, **launch.options(bool(early)),
@@ -142,7 +139,7 @@ def is_faster(num_rows: int, weight: Tensor) -> bool:
     return num_rows <= 64 and len(weight) >= WIDE
 
 
-def tile_for(num_columns: int, inner: int, gated: bool) -> Tile:
+def tile_for(num_columns: int, inner: int, gated: int) -> Tile:
     """Measured on an H200 with 8 rows in bfloat16 (docs/diary.md). The order of a sum is the same in all of them."""
     if num_columns * inner < SMALL:
         if gated:

@@ -94,7 +94,7 @@ def linear(
     out = rows.new_empty(num_rows, num_columns) if out is None else out
     if not num_rows:
         return out
-    tile = sliced.tile_for(num_rows, 0, form.num_parts, two, False, rows.element_size())
+    tile = sliced.tile_for(num_rows, num_columns, 0, form.num_parts, two, False, rows.element_size())
     nothing = out if form.scale is None else form.scale
     early = launch.early(rows) and (1 if num_columns * inner < SMALL else 2)
     _normed_linear[(triton.cdiv(num_columns, tile.block_n),)](

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.gpu import sliced, widen
+from outrider.kernels.gpu import gates, sliced, wide, widen
 from outrider.kernels.quantised import Quantised, scales
 
 BLOCK = 1024  # words that a program widens
@@ -19,12 +19,16 @@ def linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
-    gated: bool = False,
+    gated: int = gates.NONE,
     exact: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`: [T, out / 2], silu(gate) * up.
-    `exact`: a row's bits do not depend on how many there are. `out`: where to put the result, dense."""
+    """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`, a gate's number:
+    [T, out / 2], act(gate) * up. `exact`: a row's bits do not depend on how many there are. `out`: where to put the
+    result, dense."""
+    num_columns = len(weight.data) // 2 if gated else len(weight.data)
+    if not exact and wide.is_for(len(x), num_columns, weight.num_columns, weight.kind.num_parts, gated):
+        return wide.linear(x, weight, bias, residual, gated=gated, out=out)
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     is_flat = len(weight.scale) == 1 and weight.offset is None

@@ -16,6 +16,7 @@ from outrider.kernels.norm import Normed, materialised
 
 MAX_FEW = 8  # rows that a tensor core takes at once
 MAX_TILE = 32  # rows of a tile
+MAX_SHARED = 200 * 2**10  # bytes of a program's buffers
 
 
 @triton.jit
@@ -108,6 +109,9 @@ def _down(
     data_at = data + rows[:, :, None] * width + run[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
     lane = tl.arange(0, BLOCK_M)
     x_at = x + pair.to(tl.int64)[:, None, None] * inner + (lane * 0)[None, None, :]
+    more = share
+    if HAS_RESIDUAL:  # asked for before the sums are made
+        more = tl.load(residual + place.to(tl.int64) * residual_stride + near)
     total, _, _ = sums(
         x_at, is_chosen[:, None, None] & (lane == 0)[None, None, :], data_at, num_columns, scale + rows,
         offset + rows, x, 0.0, num_columns, run, inner, num_runs, scale_stride,
@@ -124,8 +128,7 @@ def _down(
     weighed = answer * share.to(kind).to(tl.float32)[:, None]
     value = tl.sum(tl.where(is_chosen[:, None], weighed, 0.0), 0)
     if HAS_RESIDUAL:
-        value = value.to(kind).to(tl.float32)
-        value += tl.load(residual + place.to(tl.int64) * residual_stride + near).to(tl.float32)
+        value = value.to(kind).to(tl.float32) + more.to(tl.float32)
     tl.store(out + place.to(tl.int64) * num_columns + column, value.to(kind), mask=column < num_columns)
 
 
@@ -196,6 +199,9 @@ def down_few(
     split = max(4 // experts, 1)
     nothing = out if weight.scale is None else weight.scale
     stages, block_n = 4 if experts * split <= 8 else 3, 16
+    stage = experts * split * weight.run * x.element_size() * (block_n // weight.num_parts + MAX_FEW)
+    while stages > 2 and (stages - 1) * stage > MAX_SHARED:
+        stages -= 1
     _down[(triton.cdiv(weight.num_rows, block_n), num_rows)](
         x, ids, shares, weight.data, nothing, nothing if weight.offset is None else weight.offset,
         out if bias is None else bias, out if residual is None else residual, out,

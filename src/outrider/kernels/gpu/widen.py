@@ -99,13 +99,14 @@ def _scaled(
     total, part, mass, scale_at, offset_at, number, inner, stride,
     GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Adds the sums of a group [S, N, M] as what they stand for; mass [S, M]: the sum of its inputs. number [S, 1]: one
-    of the group."""
+    """Adds the sums of a group [..., N, M] as what they stand for; mass [..., M]: the sum of its inputs.
+    number [..., 1]: one of the group."""
     at = number // GROUP * stride
     fits = EVEN | (number < inner)
-    total += part * tl.load(scale_at + at, mask=fits, other=0.0).to(tl.float32)[:, :, None]
+    total += part * tl.expand_dims(tl.load(scale_at + at, mask=fits, other=0.0).to(tl.float32), -1)
     if HAS_OFFSET:
-        total += mass[:, None, :] * tl.load(offset_at + at, mask=fits, other=0.0).to(tl.float32)[:, :, None]
+        offset = tl.expand_dims(tl.load(offset_at + at, mask=fits, other=0.0).to(tl.float32), -1)
+        total += tl.expand_dims(mass, -2) * offset
     return total
 
 
@@ -115,8 +116,8 @@ def plus(
     KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_OFFSET: tl.constexpr,
     IEEE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """total + bits . a, of a run in each slice; m: the sums of each a. number [S, 1]: the first of each run. GROUP 0:
-    scaled in the end."""
+    """total + bits . a, of a run, or of one in each slice; m: the sums of each a. number [..., 1]: the first of each
+    run. GROUP 0: scaled in the end."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     PARTS: tl.constexpr = 1 if KIND == 5 else (2 if KIND > 2 else 4)
     PIECES: tl.constexpr = PARTS if GROUP == 0 or GROUP >= PARTS * PART else GROUP // PART  # that share a scale
@@ -147,12 +148,12 @@ def plus(
         if PIECES <= 2:
             total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
             part, mass, number = nothing, mass * 0.0, number + PART * PIECES
-        part = tl.dot(w2, a2, part, input_precision=precision)
+        other = tl.dot(w2, a2, nothing, input_precision=precision)  # does not wait for the first two
         mass += m2
         if PIECES == 1:
-            total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
-            part, mass, number = nothing, mass * 0.0, number + PART
-        part = tl.dot(w3, a3, part, input_precision=precision)
+            total = _scaled(total, other, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
+            other, mass, number = nothing, mass * 0.0, number + PART
+        part += tl.dot(w3, a3, other, input_precision=precision)
         mass += m3
     if GROUP > 0:
         total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
