@@ -31,7 +31,7 @@ from outrider.training.course import Course, OnProgress, Progress, Result
 from outrider.training.dialects import in_speculators_format
 from outrider.training.options import LOSSES, TrainOptions, parts_of, trainable_method
 from outrider.training.regenerate import as_they_are, regenerate
-from outrider.training.teacher import Teacher, size_of
+from outrider.training.teacher import Teacher
 from outrider.training.texts import Text, counted, coverage, frequent, load_texts, pack, read_texts, save_texts, usable
 from outrider.training.trainer import ALONE, Lessons, Trainer, World
 from outrider.types import Checkpoint
@@ -215,7 +215,6 @@ class Run:
             warm=options.warm,
             mask_token=mask_token(self.tokenizer, counted(texts, target.embed.vocab_size)),
             window=options.window,
-            size_of=lambda tap: size_of(target, tap, texts, options.row_length),
             seed=options.seed,
         )
         method = trainable_method(options.method)
