@@ -1,7 +1,7 @@
 """What of a training recipe matters: several runs of `outrider train` side by side on one device, from the same texts.
 
 python scripts/ablate_training.py OUT --target TARGET --data CHATS.jsonl --minutes 3 [--only base,ce] [-- MORE OPTIONS]
-One table on standard output. Options after -- go to every run. A row differs from `base` (regenerated answers, random
+One table on standard output. Options after -- go to every run. A row differs from `base` (regenerated answers, warm
 start, a mixed loss, one layer) in what it is named for. `own answers` needs data that holds answers.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 VARIANTS: dict[str, list[str]] = {
     "base": [],
     "own answers": [],  # of the data, instead of the target's
-    "warm start": ["--warm-start"],
+    "no warm start": ["--no-warm-start"],
     "ce": ["--loss", "ce"],
     "kl": ["--loss", "kl"],
     "two layers": ["--layers", "2"],

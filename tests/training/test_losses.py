@@ -76,6 +76,26 @@ def test_the_network_that_serves_is_the_one_that_learns(
     assert compared >= 24
 
 
+@pytest.mark.parametrize("form", ["eagle3", "dflash"])
+def test_targets_with_recurrent_layers(
+    form: str, target_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the target reads of packed texts is what it reads of each alone, and what it serves."""
+    target = target_path("nemotron_h")
+    texts = lessons.written(target, 3, 40)
+    school = lessons.open_school(form, target, tmp_path, texts)
+    with school.llm:
+        test_the_network_that_serves_is_the_one_that_learns(school, monkeypatch)
+        packed, apart = pack([lessons.text_of(text) for text in texts], 128), lessons.rows_apart(texts)
+        together = school.trainer(packed).teacher.read(packed)
+        alone = school.trainer(apart).teacher.read(apart)
+    for number, document in enumerate(packed.documents[0].unique()[1:].tolist()):
+        at = (packed.documents[0] == document).nonzero()[:, 0]
+        (row,) = [n for n, text in enumerate(texts) if text == packed.tokens[0][at].tolist()]
+        own = alone.last.unflatten(0, apart.tokens.shape)[row, : len(at)]
+        torch.testing.assert_close(together.last[at], own, atol=1e-5, rtol=1e-5, msg=f"document {number}")
+
+
 def test_documents_of_a_row_do_not_see_each_other(school: lessons.School, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed or each in a row of its own: the same loss, and the same gradient."""
     lessons.everywhere(monkeypatch)

@@ -53,8 +53,6 @@ def test_from_prompts_to_a_drafter_that_serves(tmp_path: Path) -> None:
     assert report["accept_length_before"] < 1.1
     assert report["accept_length_after"] > 1.5
     assert 0.85 < report["coverage"] < 1
-    begun = load_file(str(out / "training" / "start" / "model.safetensors"))["fc.weight"].float()
-    assert 0.3 < begun.max() < 0.8  # the target's states are about 2 there, those of a drafter begin at about 1
     written = {path.name for path in out.iterdir()}
     assert {"training.json", "training.png", "README.md", "config.json", "model.safetensors"} <= written
     assert "training.png" in (out / "README.md").read_text()
@@ -192,9 +190,6 @@ def test_what_is_refused_of_targets(
     (bare / "tokenizer_config.json").write_text("{}")
     assert "has no chat template" in run("eagle3", *few, "--target", bare).stderr
     assert "outrider train knows" in run("ngram", *few).stderr
-    hybrid = tiny.save_target(tmp_path / "hybrid", "nemotron_h")
-    tiny.save_tokenizer(hybrid)
-    assert "recurrent" in run("eagle3", *few, "--target", hybrid, "--no-chat").stderr
     monkeypatch.setattr(options, "_room", lambda device: 1000)
     assert "there is no room for one row of 256 tokens" in run("eagle3", *few).stderr
 
@@ -217,6 +212,13 @@ def test_texts_of_one_run_teach_another(tmp_path: Path, monkeypatch: pytest.Monk
     assert made.exit_code == 0, made.output
     said = json.loads(made.stdout)
     assert said["count"] == len(ASKS) - 1  # one in five is held out
+    with monkeypatch.context() as changed:  # in batches, of which several are under way at once: the same texts
+        changed.setattr("outrider.training.run.BATCH", 3)
+        for count in (1, 2):
+            changed.setattr("outrider.training.run.NUM_STREAMS", {"cpu": count})
+            assert run(*few, "--out", tmp_path / str(count), "--texts-only").exit_code == 0
+        alone, beside = (load_file(str(tmp_path / f"{count}/training/texts.safetensors")) for count in (1, 2))
+        assert all(torch.equal(alone[name], beside[name]) for name in alone)
     monkeypatch.setattr(LLM, "generate", counted(LLM.generate, calls := []))
     done = run(
         *few, "--out", tmp_path / "drafter", "--texts", said["texts"], "--texts", said["texts"], "--max-steps", "1"

@@ -204,13 +204,10 @@ class Eagle3(FeedbackDrafter):
     @classmethod
     def fresh(cls, target: Target, plan: Plan) -> Fresh:
         mould, num_layers = Mould.of(target), plan.num_layers or 1
-        # a copy would begin without the newest token, and learns slower
-        plan = replace(plan, warm=bool(plan.warm))
         made, taps = Tensors(target, mould, plan), plan.taps or distinct_taps(target.num_layers)
         ids = plan.draft_ids
         tensors = {
-            # a state that is far larger than what a layer adds to it would drown that
-            "fc.weight": made.last_of(len(taps)) / (1.0 if plan.post_norm else plan.size_of(taps[-1])),
+            "fc.weight": made.last_of(len(taps)),
             **made.layer("midlayer." if num_layers == 1 else "layers.0.", inputs=2),
             "norm.weight": made.final_norm(),
             "lm_head.weight": made.head(ids),

@@ -19,7 +19,7 @@ from outrider.llm import LLM
 from outrider.training.checkpoint import copy_into, exported, read_fresh, write_drafter
 from outrider.training.optimizer import Rates
 from outrider.training.run import training_copy
-from outrider.training.teacher import PAGE_SIZE, Teacher, check_target
+from outrider.training.teacher import PAGE_SIZE, Teacher
 from outrider.training.texts import Rows, Text, fill
 from outrider.training.trainer import Lessons, Trainer
 
@@ -58,7 +58,6 @@ def check_online(llm: LLM) -> None:
         raise ValueError("--learn needs a drafter that can learn: one of eagle3, p_eagle, dflash or dspark")
     if llm.engine.orders is not None:
         raise ValueError("--learn is for one process: a drafter that several share does not learn")
-    check_target(llm.target)
 
 
 class OnlineLearner:

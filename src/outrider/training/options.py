@@ -32,7 +32,7 @@ class TrainOptions:
     num_layers: int | None = None
     taps: tuple[int, ...] | None = None
     post_norm: bool = False
-    warm: bool | None = None
+    warm: bool = True
     init: Path | None = None  # a drafter to go on from
     window: int = 0
     draft_vocabulary: int | None = None

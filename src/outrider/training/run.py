@@ -31,13 +31,13 @@ from outrider.training.course import Course, OnProgress, Progress, Result
 from outrider.training.dialects import in_speculators_format
 from outrider.training.options import LOSSES, TrainOptions, parts_of, trainable_method
 from outrider.training.regenerate import as_they_are, regenerate
-from outrider.training.teacher import Teacher, check_target, size_of
+from outrider.training.teacher import Teacher
 from outrider.training.texts import Text, counted, coverage, frequent, load_texts, pack, read_texts, save_texts, usable
 from outrider.training.trainer import ALONE, Lessons, Trainer, World
 from outrider.types import Checkpoint
 
 BATCH = 128  # conversations that are answered together, turn by turn
-NUM_STREAMS = 4  # such batches on a GPU side by side, so that it has enough to do when one of them ends
+NUM_STREAMS = {"cpu": 1, "cuda": 4}  # such batches side by side, so that a GPU has enough to do when one of them ends
 CACHE_BYTES = 4 * 2**30  # of the engine that validates, on a GPU: the rest is for training
 
 
@@ -77,7 +77,6 @@ class Run:
             raise ValueError(
                 f"{_named(options.data)} holds no answers: leave out --regenerate no, so that the target answers"
             )
-        check_target(outline)
         self.parts = parts_of(options, outline, world.size)
         if world.size > 1 and options.max_steps is None:
             raise ValueError("several processes must take the same steps: give --max-steps instead of --minutes")
@@ -155,10 +154,10 @@ class Run:
             how = replace(options.answers, seed=options.seed * 7919 + first)
             return regenerate(llm, asked[first : first + BATCH], how, shown, deadline)
 
-        batches = range(0, len(asked), BATCH)
-        if options.torch_device.type != "cuda":
+        batches, num_streams = range(0, len(asked), BATCH), NUM_STREAMS[options.torch_device.type]
+        if num_streams == 1:
             return [text for first in batches for text in answered(first)]
-        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        with ThreadPoolExecutor(num_streams) as pool:
             try:
                 return [text for texts in pool.map(answered, batches) for text in texts]
             finally:
@@ -216,7 +215,6 @@ class Run:
             warm=options.warm,
             mask_token=mask_token(self.tokenizer, counted(texts, target.embed.vocab_size)),
             window=options.window,
-            size_of=lambda tap: size_of(target, tap, texts, options.row_length),
             seed=options.seed,
         )
         method = trainable_method(options.method)

@@ -3,7 +3,7 @@ Its keys and values lie in memory for this alone, so that an engine which serves
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,25 +12,16 @@ from torch import Tensor
 from outrider.engine.upload import upload
 from outrider.layers.cached import cached_layers, recurrent_layers
 from outrider.models.base import Target
-from outrider.training.texts import Rows, Text, fill
-from outrider.types import NULL_PAGE, Batch, Hidden, Latent
+from outrider.training.texts import Rows
+from outrider.types import NULL_PAGE, Batch, Hidden, Latent, Recurrence
 
 PAGE_SIZE = 16
 MAX_TOKENS = 16384  # that are read at once
 
 
-def check_target(target: Target) -> None:
-    if recurrent_layers(target):
-        raise ValueError(
-            "targets with recurrent layers cannot be trained for: their states are not kept for whole texts; choose a "
-            "target of attention layers"
-        )
-
-
 class Teacher:
     def __init__(self, target: Target, taps: tuple[int, ...], rows: Rows, most_documents: int | None = None) -> None:
         """`rows`: what it will be asked to read is made of such, each of so many documents at most."""
-        check_target(target)
         self.target, self.taps = target, taps
         self.rows_at_once = max(MAX_TOKENS // rows.tokens.shape[1], 1)
         self.num_pages = pages_of(rows, self.rows_at_once, most_documents)
@@ -49,6 +40,13 @@ class Teacher:
                 keys, values = (torch.zeros(*size, spec.num_heads, d, dtype=dtype, device=self.device) for d in dims)
                 self._pages.append((keys, values))
 
+        # every document begins with nothing, and of what comes of it nothing is kept: one empty state is enough
+        self._recurrent = recurrent_layers(target)
+        self._states = [
+            tuple(torch.zeros(1, 1, *shape, device=self.device) for shape in layer.spec.shapes)
+            for layer in self._recurrent
+        ]
+
     @torch.no_grad()
     def read(self, rows: Rows) -> Hidden:
         """Of all rows on the host; taps [N S, n, H] and last [N S, H]. What stands in empty places means nothing. A few
@@ -66,13 +64,18 @@ class Teacher:
     def _lent(self) -> Iterator[None]:
         """The layers have this memory for a while, then again what they had."""
         before = [layer.pages for layer in self._layers]
+        states = [(layer.states, layer.snapshots) for layer in self._recurrent]
         try:
+            for recurrent, empty in zip(self._recurrent, self._states, strict=True):
+                recurrent.states, recurrent.snapshots = empty, None
             for layer, pages in zip(self._layers, self._pages, strict=True):
                 layer.pages = pages
             yield
         finally:
             for layer, own in zip(self._layers, before, strict=True):
                 layer.pages = own
+            for recurrent, (kept, snapshots) in zip(self._recurrent, states, strict=True):
+                recurrent.states, recurrent.snapshots = kept, snapshots
 
     def _batch(self, rows: Rows) -> Batch:
         """What is empty at the end of a row counts as one more document, of which nobody asks anything."""
@@ -88,6 +91,7 @@ class Teacher:
         locations = (first_page[request] + index // PAGE_SIZE) * PAGE_SIZE + index % PAGE_SIZE
         numbers = self._up(torch.stack([rows.tokens.flatten().long(), index, request, locations]))
         tokens, index, request, locations = numbers.unbind()
+        nobody = torch.zeros(len(lengths), dtype=torch.long, device=self.device)
         positions = index if self.target.num_position_axes == 1 else index.expand(self.target.num_position_axes, -1)
         return Batch(
             input_ids=tokens,
@@ -96,24 +100,18 @@ class Teacher:
             query_start=self._up(starts.int()),
             request=request,
             row_slots=request,
-            slots=torch.arange(len(lengths), device=self.device),
+            slots=nobody,
             page_table=self._up(table.int()),
             write_locations=locations,
             page_size=PAGE_SIZE,
             max_len=rows.tokens.shape[1],
             max_rows=rows.tokens.shape[1],
+            recurrence=Recurrence(nobody, nobody[:, None][:, :0]) if self._recurrent else None,
         )
 
     def _up(self, values: Tensor) -> Tensor:
         """To the device, without waiting for it."""
         return upload(values, self.device)
-
-
-def size_of(target: Target, tap: int, texts: Sequence[Text], row_len: int) -> float:
-    """Root mean square of the target's states after so many layers, of a usual token: the first may be far larger."""
-    rows = fill([[texts[0].cut(row_len)]], row_len)
-    states = Teacher(target, (tap,), rows).read(rows).taps[: len(texts[0].cut(row_len).tokens), 0].float()
-    return float(states.square().mean(-1).sqrt().median())
 
 
 def document_starts(rows: Rows) -> Tensor:
