@@ -12,7 +12,7 @@ demo: .venv/installed
 install: .venv/installed
 
 test: .venv/tested .venv/clients/installed lint
-	OUTRIDER_CLIENTS=.venv/clients $(BIN)/python -m pytest -n auto --durations=10
+	OUTRIDER_CLIENTS=.venv/clients $(BIN)/python -m pytest -n auto --dist worksteal --durations=10
 
 lint: .venv/tested
 	$(BIN)/ruff check .

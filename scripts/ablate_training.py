@@ -1,8 +1,8 @@
 """What of a training recipe matters: several runs of `outrider train` side by side on one device, from the same texts.
 
-python scripts/ablate_training.py OUT --target TARGET --data CHATS.jsonl --minutes 3 [--only warm,ce] [-- MORE OPTIONS]
-One table on standard output. Options after -- go to every run. A row differs from `base` (regenerated answers, warm
-start, Kullback-Leibler, one layer) in what it is named for. `own answers` needs data that holds answers.
+python scripts/ablate_training.py OUT --target TARGET --data CHATS.jsonl --minutes 3 [--only base,ce] [-- MORE OPTIONS]
+One table on standard output. Options after -- go to every run. A row differs from `base` (regenerated answers, random
+start, a mixed loss, one layer) in what it is named for. `own answers` needs data that holds answers.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from typing import Any
 VARIANTS: dict[str, list[str]] = {
     "base": [],
     "own answers": [],  # of the data, instead of the target's
-    "no warm start": ["--no-warm-start"],
+    "warm start": ["--warm-start"],
     "ce": ["--loss", "ce"],
-    "mixed": ["--loss", "mixed"],
+    "kl": ["--loss", "kl"],
     "two layers": ["--layers", "2"],
 }
 HELD_OUT = 40

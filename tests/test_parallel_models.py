@@ -7,12 +7,13 @@ import pytest
 import tiny
 import torch
 from harness import Harness, load_target
-from thread_ranks import on_ranks
+from thread_ranks import on_ranks, on_teams
 
 from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.checkpoints.loader import build_target, load_weights
 from outrider.engine.channel import decode, encode
 from outrider.engine.stages import split_layers
+from outrider.engine.team import Team
 from outrider.kernels.collective import Ranks
 from outrider.layers.embedding import Head
 from outrider.layers.split import Share, key_share, split_over, width_share
@@ -54,13 +55,13 @@ def test_a_row_has_the_same_bits_in_any_company(family: str, target_path: Callab
         assert torch.equal(taps, other_taps)
 
 
-def run_stage(path: Path, world: Ranks) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def run_stage(path: Path, team: Team) -> list[tuple[torch.Tensor, torch.Tensor]]:
     checkpoint = open_checkpoint(path)
     target = build_target(checkpoint)
-    split_layers(target, None, world.rank, world.size, world)
+    split_layers(target, None, team)
     load_weights(target, checkpoint)
     checkpoint.close()
-    if world.rank < world.size - 1:
+    if team.stage < team.num_stages - 1:
         assert len(list(target.parameters())) < len(target.weights()), "it keeps its own layers alone"
         target.logits = lambda last, out=None: last  # type: ignore[method-assign]
     return Harness(target).run(PROMPTS, 100)
@@ -70,7 +71,7 @@ def run_stage(path: Path, world: Ranks) -> list[tuple[torch.Tensor, torch.Tensor
 def test_two_stages(family: str, target_path: Callable[..., Path]) -> None:
     """Bit for bit: nothing is computed otherwise, only elsewhere."""
     expected = run(target_path(family), 100)
-    *_, found = on_ranks(2, lambda world: run_stage(target_path(family), world))
+    *_, found = on_teams(2, 2, lambda team: run_stage(target_path(family), team))
     for (logits, taps), (whole_logits, whole_taps) in zip(found, expected, strict=True):
         assert torch.equal(logits, whole_logits)
         assert torch.equal(taps, whole_taps)

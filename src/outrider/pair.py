@@ -158,7 +158,7 @@ def open_pair(
                 drafter.ranks = team.world if team is not None else None
         is_drafting = True
         if team is not None and team.num_stages > 1:
-            split_layers(target, drafter, team.stage, team.num_stages, team.world)
+            split_layers(target, drafter, team)
             is_drafting = drafter is None or drafter.reads_tokens_only or team.stage == team.num_stages - 1
             if drafter is not None and not is_drafting:
                 drafter = AbsentDrafter(drafter)

@@ -64,6 +64,7 @@ class Device:
     caching=st.booleans(),
     max_flying=st.integers(1, 3),
     num_prompt_rows=st.integers(1, 20),
+    grouped=st.booleans(),
     data=st.data(),
 )
 def test_everyone_finishes(
@@ -74,10 +75,13 @@ def test_everyone_finishes(
     caching: bool,
     max_flying: int,
     num_prompt_rows: int,
+    grouped: bool,
     data: st.DataObject,
 ) -> None:
     limits = SchedulerLimits(
-        4, max(budget, 4 * (1 + lookahead)), 48, 4, lookahead, caching, num_prompt_rows, round_sizes=(4, 8, 16)
+        *(4, max(budget, 4 * (1 + lookahead)), 48, 4, lookahead, caching, num_prompt_rows),
+        round_sizes=(4, 8, 16),
+        num_groups=max_flying if grouped else 1,
     )
     scheduler, device = Scheduler(limits, PagePool(num_pages)), Device(data)
     requests = [make_request(number, *size) for number, size in enumerate(sizes)]
@@ -96,6 +100,7 @@ def test_everyone_finishes(
             assert sum(work.num_rows for work in plan.work) <= limits.max_num_batched_tokens
             assert len({work.request.slot for work in plan.work}) == len(plan.work)
             assert all(work.pending >= 1 for work in plan.work)
+            assert not grouped or max_flying == 1 or not any(work.request.flying for work in plan.work)
             first_admitted = first_admitted or plan.work[0].request
             flights.append(device.run(plan.work, plan.admitted, limits.page_size))
             scheduler.launched(plan.work)
@@ -165,6 +170,44 @@ def run_round(scheduler: Scheduler) -> list[Work]:
             work.request.append(1, scheduler.limits.max_model_len)
         scheduler.update(work, work.num_rows, 0)
     return plan.work
+
+
+def test_groups_are_even() -> None:
+    """Whoever comes or goes, and also where somebody waits for whom there are no pages."""
+    limits = SchedulerLimits(20, 100, 48, 4, 0, prefix_caching=False, num_groups=2)
+    scheduler = Scheduler(limits, PagePool(28))  # three pages each
+    requests = [make_request(number, 6, 6) for number in range(12)]
+    flights: deque[list[Work]] = deque()
+    rounds: list[set[Request]] = []
+
+    def sizes(count: int) -> list[int]:
+        """Of the next rounds: one lands whenever two are under way."""
+        for _ in range(count):
+            plan = scheduler.next(0, flying=bool(flights))
+            scheduler.launched(plan.work)
+            flights.append(plan.work)
+            rounds.append({work.request for work in plan.work})
+            for work in flights.popleft() if len(flights) == 2 else ():
+                if work.is_current:
+                    work.request.append(1, limits.max_model_len)
+                    scheduler.update(work, work.num_rows, 0)
+        return [len(each) for each in rounds[-count:]]
+
+    scheduler.add(requests[0])
+    assert sizes(1) == [1]
+    for request in requests[1:7]:
+        scheduler.add(request)
+    assert sizes(3) == [4, 3, 4]
+    scheduler.add(requests[7])
+    scheduler.add(requests[8])
+    assert sizes(2) == [5, 4]
+    for work in flights[0][:3]:
+        scheduler.abort(work.request)
+    assert sizes(3) == [3, 3, 3], "they were five and one"
+    assert rounds[-1] | rounds[-2] == rounds[-2] | rounds[-3] == set(scheduler.running), "all take their turn"
+    for number in range(20, 26):
+        scheduler.add(make_request(number, 40, 6))  # for whom there are no pages
+    assert sizes(2) == [3, 3]
 
 
 def test_abort_frees_everything() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -479,3 +480,17 @@ def test_a_padded_head_and_compiling_once(tmp_path: Path) -> None:
         (output,) = made.generate("hello", params)
     assert output.outputs[0].finish_reason == "stop"
     assert re.fullmatch("[a-c]{2}d", output.outputs[0].text)
+
+
+def test_a_grammar_does_not_import_transformers() -> None:
+    """Which takes long; and nothing that stands in for it stays behind."""
+    code = """
+import sys
+from outrider.grammar.compiler import Guided, GrammarCompiler, Words
+words = [bytes([code]) for code in range(256)] + [b""]
+ended = frozenset([256])
+GrammarCompiler(Words(words, ended, ended, frozenset())).compile(Guided(regex="a+"))
+print("xgrammar" in sys.modules, "transformers" in sys.modules)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == ["True", "False"]

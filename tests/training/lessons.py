@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeConfig
-from outrider.drafters import dflash, p_eagle
+from outrider.drafters import dflash, lesson
 from outrider.drafters.base import Drafter, drafters
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dflash_training import corrected
@@ -87,7 +87,7 @@ def open_school(form: str, target: Path, directory: Path, texts: list[list[int]]
 
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are learnt from every place of a text, not from some."""
-    monkeypatch.setattr(p_eagle, "KEPT_SHARE", 1.0)
+    monkeypatch.setattr(lesson, "KEPT_SHARE", 1.0)
     monkeypatch.setattr(dflash, "PLACES_PER_BLOCK", 1)
 
 

@@ -7,6 +7,7 @@ import lessons
 import pytest
 import torch
 
+from outrider.kernels.branches import branch_attention, branch_attention_reference
 from outrider.kernels.head_loss import Divergence, HeadMatrix, head_loss, head_loss_reference
 from outrider.training.checkpoint import copy_into
 from outrider.training.texts import pack
@@ -43,7 +44,7 @@ def test_a_gpu_learns_what_a_cpu_learns(form: str, target_path: Callable[..., Pa
 def test_the_compiled_head_and_loss(softcap: float) -> None:
     """More tokens than a program looks at at a time, and no multiple of it."""
     torch.manual_seed(0)
-    hidden = torch.randn(33, 2, 64, device="cuda", requires_grad=True)
+    hidden = torch.randn(33, 64, device="cuda", requires_grad=True)
     head, teacher = (torch.randn(9001, 64, device="cuda") for _ in range(2))
     found = []
     for function in (head_loss, head_loss_reference):
@@ -53,3 +54,21 @@ def test_the_compiled_head_and_loss(softcap: float) -> None:
         found.append((loss.loss.detach(), loss.surprise, loss.agreed.float(), gradient))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("branches", "queries"), [(33, 1), (64, 1), (5, 8)])
+def test_attention_of_branches(branches: int, queries: int) -> None:
+    """In bfloat16, with numbers of queries that the kernel's sums are padded for; gradients too."""
+    torch.manual_seed(0)
+    shapes = [(2, branches, queries, 6, 32), *[(2, 72, 2, 32)] * 2, *[(2, branches, 3, 2, 32)] * 2]
+    given = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    seen = torch.rand(2, branches, 72, device="cuda") < 0.4
+    seen[:, 0] = False
+    wanted, found = torch.randn(shapes[0], device="cuda"), []
+    for function, dtype in ((branch_attention, torch.bfloat16), (branch_attention_reference, torch.float32)):
+        q, keys, values, *own = (x.detach().to(dtype).requires_grad_() for x in given)
+        out = function(q, (keys, values), (own[0], own[1]), seen, 0.2)
+        gradients = torch.autograd.grad((out.float() * wanted).sum(), (q, keys, values, *own))
+        found.append([out.detach().float(), *(gradient.float() for gradient in gradients)])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() < 0.01 * other.norm()

@@ -12,8 +12,8 @@ from torch import Tensor
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeConfig
 from outrider.drafters import base, mtp, parallel
-from outrider.drafters.lesson import judged, teaching
 from outrider.kernels import dispatch
+from outrider.kernels.branches import branch_attention, branch_attention_reference
 from outrider.kernels.head_loss import Divergence, HeadMatrix, head_loss, head_loss_reference
 from outrider.pair import named_pair
 from outrider.training.checkpoint import write_drafter
@@ -106,19 +106,26 @@ def test_it_learns_ten_sequences_by_heart(
     assert shares[-1]["loss"] < 0.2 * shares[0]["loss"]
 
 
-def test_rows_that_are_aligned_lose_as_much_as_guesses(
-    target_path: Callable[..., Path], tmp_path: Path, texts: Any
+@pytest.mark.parametrize("form", ["eagle3, few tokens", "p_eagle", "mtp, one module"])
+def test_fewer_places_change_none_of_the_others(
+    form: str, target_path: Callable[..., Path], tmp_path: Path, texts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """EAGLE-3 reads each of the target's rows once for all steps; one by one comes to the same."""
-    school = lessons.open_school("eagle3, few tokens", target_path("llama"), tmp_path, texts)
-    with school.llm:
-        lesson, drafter = school.lesson(pack([lessons.text_of(text) for text in texts[:3]], 96)), school.drafter
-        taught = teaching(lesson, school.llm.target, drafter.network.head, drafter.target_ids())  # type: ignore[union-attr]
-        wanted = judged(lesson, school.llm.target, taught, drafter.guesses(lesson))  # type: ignore[operator]
-        found = drafter.loss(lesson)
-    torch.testing.assert_close(found.total, wanted.total)
-    assert found.asked.tolist() == wanted.asked.tolist()
-    assert found.agreed.tolist() == wanted.agreed.tolist()
+    """What is drafted far ahead is drafted from few places, those first that something can be learnt from."""
+    school = lessons.open_school(form, target_path("llama"), tmp_path, texts)
+    with school.llm, torch.no_grad():
+        lesson = school.lesson(lessons.rows_apart(texts[:3], 96))
+        few = school.drafter.guesses(lesson)  # type: ignore[operator]
+        monkeypatch.setattr("outrider.drafters.lesson.KEPT_SHARE", 1.0)
+        asked = school.drafter.loss(lesson).asked
+        monkeypatch.setattr("outrider.drafters.lesson.KEPT_SHARE", 0.5)
+        assert school.drafter.loss(lesson).asked[1] > 0.9 * asked[1]  # what is left out is of little use
+        monkeypatch.setattr("outrider.drafters.lesson.KEPT_SHARE", 1.0)
+        every = school.drafter.guesses(lesson)  # type: ignore[operator]
+    assert [guess.anchors.shape[1] for guess in few] == [96, 67, 47]
+    for one, all in zip(few, every, strict=True):
+        count = one.anchors.shape[1]
+        assert torch.equal(one.anchors, all.anchors[:, :count])
+        torch.testing.assert_close(one.hidden, all.hidden[:, :count])
 
 
 @pytest.mark.parametrize("form", ["eagle3, few tokens", "p_eagle", "dflash", "dspark"])
@@ -152,10 +159,12 @@ def test_the_fused_head_and_loss(
     """In torch, and in Triton, interpreted."""
     monkeypatch.setattr(dispatch, "is_home", lambda x: fused)
     monkeypatch.setattr("outrider.kernels.head_loss.CHUNK_ELEMENTS", {"cpu": 150})  # three rows at a time
+    if fused:
+        monkeypatch.setattr("outrider.kernels.gpu.head_loss.BLOCK", 16)  # and a row in several parts
     torch.manual_seed(0)
-    hidden, weight = torch.randn(7, 2, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    hidden, weight = torch.randn(7, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
     teacher, teacher_head = torch.randn(7, 6), HeadMatrix(torch.randn(50, 6), softcap)
-    wanted_loss = torch.rand(7, 2)
+    wanted_loss = torch.rand(7)
     found = []
     for function in (head_loss, head_loss_reference):
         loss = function(hidden, HeadMatrix(weight, softcap), teacher, teacher_head, divergence)
@@ -163,3 +172,19 @@ def test_the_fused_head_and_loss(
         found.append((loss.loss.detach(), loss.surprise, loss.agreed.float(), *gradients))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("branches", "queries", "kv_heads"), [(33, 1, 2), (5, 4, 6)])
+def test_attention_of_branches(branches: int, queries: int, kv_heads: int) -> None:
+    """The first branch sees nothing of the trunk."""
+    torch.manual_seed(0)
+    q = torch.randn(2, branches, queries, 6, 8, requires_grad=True)
+    trunk = tuple(torch.randn(2, 40, kv_heads, 8, requires_grad=True) for _ in range(2))
+    own = tuple(torch.randn(2, branches, 3, kv_heads, 8, requires_grad=True) for _ in range(2))
+    seen, wanted, found = torch.rand(2, branches, 40) < 0.4, torch.randn_like(q), []
+    seen[:, 0] = False
+    for function in (branch_attention, branch_attention_reference):
+        out = function(q, trunk, own, seen, 0.4)  # type: ignore[arg-type]
+        found.append((out.detach(), *torch.autograd.grad((out * wanted).sum(), (q, *trunk, *own))))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

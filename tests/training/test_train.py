@@ -53,6 +53,8 @@ def test_from_prompts_to_a_drafter_that_serves(tmp_path: Path) -> None:
     assert report["accept_length_before"] < 1.1
     assert report["accept_length_after"] > 1.5
     assert 0.85 < report["coverage"] < 1
+    begun = load_file(str(out / "training" / "start" / "model.safetensors"))["fc.weight"].float()
+    assert 0.3 < begun.max() < 0.8  # the target's states are about 2 there, those of a drafter begin at about 1
     written = {path.name for path in out.iterdir()}
     assert {"training.json", "training.png", "README.md", "config.json", "model.safetensors"} <= written
     assert "training.png" in (out / "README.md").read_text()

@@ -110,8 +110,12 @@ def test_every_row_comes_once_before_any_comes_again(
 
 def test_orthogonal_has_singular_values_near_one() -> None:
     for shape in ((12, 30), (30, 12)):
-        values = torch.linalg.svdvals(orthogonal(torch.randn(shape, generator=torch.Generator().manual_seed(1))))
-        assert 0.6 < values.min() <= values.max() < 1.3
+        both = (
+            torch.randn(2, *shape, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, 9.0])[:, None, None]
+        )
+        found = orthogonal(both)
+        assert 0.6 < torch.linalg.svdvals(found).min() <= torch.linalg.svdvals(found).max() < 1.3
+        torch.testing.assert_close(found, torch.stack([orthogonal(each) for each in both]))  # each by itself
 
 
 def test_adamw_is_torchs() -> None:

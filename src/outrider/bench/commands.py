@@ -47,8 +47,8 @@ bench_app = typer.Typer(
 NUM_PROMPTS = 3  # of our own that a latency run asks
 
 _AGAINST_HELP = (
-    "Another engine on the same weights: transformers, transformers-compiled, transformers-continuous, llama.cpp or "
-    "llama-cpp-python. May be given again."
+    "Another engine on the same weights: transformers, transformers-compiled, transformers-continuous, "
+    "transformers-lookup, llama.cpp or llama-cpp-python. May be given again."
 )
 Against = Annotated[list[str] | None, typer.Option("--against", metavar="NAME", help=_AGAINST_HELP)]
 Prompt = Annotated[

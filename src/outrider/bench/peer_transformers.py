@@ -1,4 +1,4 @@
-"""Hugging Face transformers as a peer, in three ways: eager, compiled over a static cache, in continuous batching."""
+"""Hugging Face transformers as a peer: eager, compiled over a static cache, with prompt lookup, in a stream."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from outrider.bench.peers import Clock, Peer, PeerOptions, import_peer, peers
+from outrider.bench.peers import Clock, Peer, PeerOptions, PeerUnavailable, import_peer, peers
 from outrider.bench.sides import Prompts, Timing
 from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.types import Checkpoint
 
 BLOCK_SIZE = 256  # tokens, of transformers' paged cache
+NUM_LOOKED_UP = 10  # tokens that prompt lookup drafts
 
 
 @peers.register("transformers")
@@ -100,6 +101,21 @@ class Compiled(Transformers):
     def close(self) -> None:
         self._caches.clear()
         super().close()
+
+
+@peers.register("transformers-lookup")
+class Lookup(Transformers):
+    """Prompt lookup: what followed the same few tokens before is drafted. One prompt at a time: it knows no batches."""
+
+    name = "transformers-lookup"
+
+    def answer(self, prompts: Prompts, max_tokens: int) -> Timing:
+        if len(prompts) > 1:
+            raise PeerUnavailable(f"{self.name} answers one prompt at a time, not {len(prompts)}: use batch 1")
+        return super().answer(prompts, max_tokens)
+
+    def _options(self, batch_size: int) -> dict[str, Any]:
+        return {"prompt_lookup_num_tokens": NUM_LOOKED_UP}
 
 
 @peers.register("transformers-continuous")

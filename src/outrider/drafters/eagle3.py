@@ -16,7 +16,7 @@ from outrider.drafters.eagle3_config import Eagle3Config, canonical_names, disti
 from outrider.drafters.feedback import FIRST_KEY as FIRST_KEY
 from outrider.drafters.feedback import FeedbackDrafter, FeedbackNetwork, actual_names, layer_weights, unless_same
 from outrider.drafters.fresh import Fresh, Mould, Plan, Tensors, offsets
-from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, compare, rows_of, teaching, weighed
+from outrider.drafters.lesson import Guess, Lesson, Loss, judged, teaching, unrolled
 from outrider.kernels.chain import ChainParts, NativeChain
 from outrider.kernels.quantised import Quantised
 from outrider.layers.attention import SelfAttention
@@ -204,10 +204,13 @@ class Eagle3(FeedbackDrafter):
     @classmethod
     def fresh(cls, target: Target, plan: Plan) -> Fresh:
         mould, num_layers = Mould.of(target), plan.num_layers or 1
+        # a copy would begin without the newest token, and learns slower
+        plan = replace(plan, warm=bool(plan.warm))
         made, taps = Tensors(target, mould, plan), plan.taps or distinct_taps(target.num_layers)
         ids = plan.draft_ids
         tensors = {
-            "fc.weight": made.last_of(len(taps)),
+            # a state that is far larger than what a layer adds to it would drown that
+            "fc.weight": made.last_of(len(taps)) / (1.0 if plan.post_norm else plan.size_of(taps[-1])),
             **made.layer("midlayer." if num_layers == 1 else "layers.0.", inputs=2),
             "norm.weight": made.final_norm(),
             "lm_head.weight": made.head(ids),
@@ -236,32 +239,16 @@ class Eagle3(FeedbackDrafter):
         return Fresh(config, tensors)
 
     def loss(self, lesson: Lesson) -> Loss:
-        """Training-time test: it drafts `depth` tokens from every place of the text at once, each step from its own
-        output of the step before, beside the text's tokens. A draft sees the states that the target's features made up
-        to its place, and its own."""
+        """Training-time test: it drafts from every place of the text at once, each step from its own output of the step
+        before, beside the text's tokens; the further ahead, from the fewer places. A draft sees the states that the
+        target's features made up to its place, and its own."""
         taught = teaching(lesson, self._target[0], self.network.head, self.target_ids())
-        asked, aligned = [], []
-        for guess in self.guesses(lesson):  # side by side with the target's row that says the same token: read once
-            row = lesson.ahead(lesson.learnt & taught.knows(lesson.ahead(lesson.tokens, 1)), 1 + guess.ahead)
-            asked.append(_moved(lesson.reaches(2 + guess.ahead) & row, 1 + guess.ahead))
-            aligned.append(_moved(guess.hidden, 1 + guess.ahead))
-        asked_of = torch.stack(asked, dim=2).flatten(0, 1)
-        index = asked_of.any(1).nonzero()[:, 0]  # the vocabulary is most of the work: other rows are left out
-        hidden = torch.stack(aligned, dim=2).flatten(0, 1)[index]
-        found = compare(lesson, self._target[0], taught, hidden, lesson.last.flatten(0, 1)[index])
-        return weighed(found, asked_of[index].float(), asked_of[index])
+        return judged(lesson, self._target[0], taught, self.guesses(lesson))
 
     def guesses(self, lesson: Lesson) -> list[Guess]:
         """A row is made of the taps of one token and the embedding of the next, which is the newest that it knows."""
-        branches = Branches(lesson, self.config.layers.windows[0])
         state = self._features(lesson.taps.flatten(0, 1))
-        newest, found = (branches.columns + 1).clamp(max=lesson.shape[1] - 1), []
-        for ahead in range(lesson.depth):
-            part = Grown(branches.columns, depth=ahead) if ahead else None
-            tokens = lesson.ahead(lesson.tokens, 1 + ahead)
-            normed, state = self._run(rows_of(tokens, lesson.places + ahead, branches.of(part)), state)
-            found.append(Guess(normed.unflatten(0, lesson.shape), newest, ahead, lesson.reaches(1)))
-        return found
+        return unrolled(lesson, self.config.layers.windows[0], state, self._run)
 
     def frozen(self) -> tuple[str, ...]:
         return ("network.embed.weight", "network.head.weight", "network.d2t")
@@ -329,8 +316,3 @@ class Eagle3(FeedbackDrafter):
         if network.fc is not None and network.fc.bias is not None:
             weights["fc.bias"] = Weight(("fc.bias",))
         return weights
-
-
-def _moved(values: Tensor, count: int) -> Tensor:
-    """[R, S, ...]: `count` columns to the right; what comes in on the left is empty."""
-    return torch.cat([values.new_zeros(len(values), count, *values.shape[2:]), values[:, :-count]], dim=1)

@@ -3,6 +3,7 @@ It begins as a copy of the target's last layer where their shapes agree, else wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,10 @@ class Plan:
     taps: tuple[int, ...] | None = None
     draft_ids: Tensor | None = None  # the target's ids of its tokens, ascending; None: all
     post_norm: bool = False  # what it feeds back is normed, and so is every tap
-    warm: bool = True  # it begins as a copy of the target's last layer, where their shapes agree
+    warm: bool | None = None  # whether it begins as a copy of the target's last layer, where their shapes agree
     mask_token: int | None = None  # stands for what is not known yet
     window: int = 0  # how far it looks back; 0: no limit
+    size_of: Callable[[int], float] = lambda tap: 1.0  # root mean square of the target's states after so many layers
     seed: int = 0
 
 
@@ -100,7 +102,7 @@ class Tensors:
         self.target, self.mould = target, mould
         self.random = torch.Generator().manual_seed(plan.seed)
         last = target.layers[-1]
-        self.source = last if plan.warm and isinstance(last, DecoderBlock) and _fits(last, mould) else None
+        self.source = last if plan.warm is not False and isinstance(last, DecoderBlock) and _fits(last, mould) else None
 
     def matrix(self, num_rows: int, num_columns: int, scale: float = 1.0) -> Tensor:
         return torch.randn(num_rows, num_columns, generator=self.random) * scale * num_columns**-0.5

@@ -20,6 +20,13 @@ from outrider.layers.linear import Linear
 from outrider.models.base import Target
 from outrider.types import Batch
 
+KEPT_SHARE, LEAST_SHARE = 0.7, 0.2  # of the places that learn one token further ahead
+
+
+def num_kept(length: int, ahead: int) -> int:
+    """Of so many places, those from which drafts are learnt that far ahead: fewer, as fewer drafts come so far."""
+    return max(round(length * max(KEPT_SHARE**ahead, LEAST_SHARE)), 1)
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -67,6 +74,11 @@ class Lesson:
         inside = torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.tokens.shape[1] - count
         return inside & (self.ahead(self.documents, count) == self.documents) & (self.documents >= 0)
 
+    def order(self) -> Tensor:
+        """[R, S] columns in random order; first those after whose next token the target goes on itself."""
+        useful = self.ahead(self.learnt, 1) & self.reaches(2)
+        return (self.noise.uniform(self.tokens.shape[1]) + useful).argsort(dim=1, descending=True)
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -76,12 +88,6 @@ class Loss:
     weight: Tensor  # what it is to be divided by
     agreed: Tensor  # [K] how often the drafter's best token was the target's, by place in the draft
     asked: Tensor  # [K] out of how many
-
-
-def weighed(found: HeadLoss, weights: Tensor, counted: Tensor) -> Loss:
-    """Losses [N, K] with the weights of their rows; `counted` [N, K] says which of them were asked for."""
-    total = (found.loss * weights).sum()
-    return Loss(total, weights.sum(), (found.agreed & counted).sum(0).float(), counted.sum(0).float())
 
 
 def joined(losses: Sequence[Loss]) -> Loss:
@@ -115,7 +121,7 @@ def teaching(lesson: Lesson, target: Target, head: Head | None, ids: Tensor | No
 
 
 def compare(lesson: Lesson, target: Target, taught: Teaching, hidden: Tensor, states: Tensor) -> HeadLoss:
-    """hidden [N, K, H] of the drafter against the target's states [N, H_t] before its final norm."""
+    """hidden [N, H] of the drafter against the target's states [N, H_t] before its final norm."""
     with torch.no_grad():
         normed = target.norm(states)
     return head_loss(hidden, taught.head, normed, taught.teacher, lesson.divergence)
@@ -171,18 +177,18 @@ def judged(
         states.append(lesson.last.flatten(0, 1)[(first + column).flatten()])
     counted = torch.cat([each.flatten() for each in asked])
     index = counted.nonzero()[:, 0]  # the vocabulary is most of the work: rows that nobody asks for are left out
-    hidden = torch.cat([guess.hidden.flatten(0, 1) for guess in guesses])[index, None]
+    hidden = torch.cat([guess.hidden.flatten(0, 1) for guess in guesses])[index]
     found = compare(lesson, target, taught, hidden, torch.cat(states)[index])
     sizes = [each.numel() for each in asked]
     weights = counted.float()
     if weigh is not None:
-        surprise = torch.zeros_like(weights).index_copy(0, index, found.surprise[:, 0])
+        surprise = torch.zeros_like(weights).index_copy(0, index, found.surprise)
         parts = [part.view(asked[0].shape) for part in surprise.split(sizes)]
         weights = torch.cat(
             [each.flatten() for each in weigh(torch.stack(parts, -1), torch.stack(asked, -1)).unbind(-1)]
         )
-    agreed = torch.zeros_like(counted).index_copy(0, index, found.agreed[:, 0])
-    total = (found.loss[:, 0] * weights[index]).sum()
+    agreed = torch.zeros_like(counted).index_copy(0, index, found.agreed)
+    total = (found.loss * weights[index]).sum()
     sums = [torch.stack([part.sum().float() for part in each.split(sizes)]) for each in (agreed, counted)]
     return Loss(total, weights.sum(), *sums)
 
@@ -290,3 +296,29 @@ def rows_of(tokens: Tensor, positions: Tensor, attending: Branches) -> Batch:
         max_rows=1,
         attending=attending,
     )
+
+
+Run = Callable[[Batch, Tensor], tuple[Tensor, Tensor]]  # rows and their states -> what the head reads, what is fed back
+
+
+def unrolled(lesson: Lesson, window: int, state: Tensor, run: Run) -> list[Guess]:
+    """A network drafts from every place of the text at once, each step from its own output of the step before, beside
+    the text's tokens; the further ahead, from the fewer places. `state` [R S, H]: what it reads at first."""
+    branches, length = Branches(lesson, window), lesson.shape[1]
+    order, anchors, part, found = lesson.order(), branches.columns, None, []
+    for ahead in range(lesson.depth):
+        if ahead:
+            states, anchors = state.unflatten(0, anchors.shape), order[:, : num_kept(length, ahead)]
+            states = taken(states, anchors) if ahead == 1 else states[:, : anchors.shape[1]]
+            state, part = states.flatten(0, 1), Grown(anchors, depth=ahead)
+        tokens = lesson.tokens.gather(1, (anchors + 1 + ahead).clamp(max=length - 1))
+        places = lesson.places.gather(1, anchors) + ahead
+        read, state = run(rows_of(tokens, places, branches.of(part)), state)
+        newest, whole = (anchors + 1).clamp(max=length - 1), lesson.reaches(1).gather(1, anchors)
+        found.append(Guess(read.unflatten(0, anchors.shape), newest, ahead, whole))
+    return found
+
+
+def taken(values: Tensor, columns: Tensor) -> Tensor:
+    """values [R, S, H] at columns [R, A] -> [R, A, H]."""
+    return values.gather(1, columns[..., None].expand(-1, -1, values.shape[2]))

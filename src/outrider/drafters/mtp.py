@@ -15,7 +15,7 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, Reading, Sureness, drafters, extend, shifted
 from outrider.drafters.feedback import twin
 from outrider.drafters.fresh import Fresh, Plan
-from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, joined, judged, rows_of, teaching
+from outrider.drafters.lesson import Branches, Guess, Lesson, Loss, joined, judged, rows_of, teaching, unrolled
 from outrider.drafters.mtp_added import added_modules, are_added, fresh_modules
 from outrider.kernels.sampling import choose
 from outrider.layers.attention import SelfAttention
@@ -246,24 +246,25 @@ class MultiTokenPrediction(Drafter):
         )  # fmt: skip
 
     def guesses(self, lesson: Lesson) -> list[Guess]:
-        branches, target = Branches(lesson, self._window), self._target[0]
         source = lesson.last.flatten(0, 1)
         if self.mtp.reads_normed:
             with torch.no_grad():
-                source = target.norm(source)
-        state, found = source, []
+                source = self._target[0].norm(source)
+        if self.num_modules == 1:
+            return unrolled(lesson, self._window, source, lambda rows, state: self._read(0, rows, state))
+        branches, state, found = Branches(lesson, self._window), source, []
         newest = (branches.columns + 1).clamp(max=lesson.shape[1] - 1)
-        again = self.num_modules == 1  # several are learnt as far as they reach
-        for ahead in range(lesson.depth if again else min(lesson.depth, self.num_modules)):
-            turn = ahead if again else 0
-            part = Grown(branches.columns, depth=turn) if turn else None
-            rows = rows_of(lesson.ahead(lesson.tokens, 1 + ahead), lesson.places + turn, branches.of(part))
-            place = ahead % self.num_modules
-            fed = self._run(place, rows, state)
-            state = fed if self.mtp.chained or again else source
-            read = fed if self.mtp.feeds_normed else self.module(place).norm(fed)
-            found.append(Guess(read.unflatten(0, lesson.shape), newest, ahead, lesson.reaches(1)))
+        for place in range(min(lesson.depth, self.num_modules)):  # several are learnt as far as they reach
+            rows = rows_of(lesson.ahead(lesson.tokens, 1 + place), lesson.places, branches.of(None))
+            read, fed = self._read(place, rows, state)
+            state = fed if self.mtp.chained else source
+            found.append(Guess(read.unflatten(0, lesson.shape), newest, place, lesson.reaches(1)))
         return found
+
+    def _read(self, place: int, rows: Batch, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head reads, and what is fed back."""
+        fed = self._run(place, rows, state)
+        return fed if self.mtp.feeds_normed else self.module(place).norm(fed), fed
 
     def frozen(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.named_parameters() if name.endswith(("embed.weight", "head.weight")))

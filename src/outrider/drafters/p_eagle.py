@@ -16,13 +16,11 @@ from outrider.drafters.eagle3 import FIRST_KEY, Eagle3
 from outrider.drafters.eagle3_config import Eagle3Config, resolve
 from outrider.drafters.feedback import actual_names
 from outrider.drafters.fresh import Fresh, Plan
-from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, judged, rows_of, teaching
+from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, judged, num_kept, rows_of, teaching
 from outrider.drafters.parallel import draft_at_once, draft_rows, mask_rows, num_masked, resolve_mask_token
 from outrider.drafters.reader import MASK_TOKEN_KEYS
 from outrider.models.base import Target
 from outrider.types import Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
-
-KEPT_SHARE, LEAST_SHARE = 0.8, 0.2  # of the places that learn one token further ahead
 
 
 @drafters.register("p_eagle")
@@ -98,7 +96,7 @@ class PEagle(Eagle3):
 
     def guesses(self, lesson: Lesson) -> list[Guess]:
         branches = Branches(lesson, self.config.layers.windows[0])
-        columns, order = branches.columns, lesson.noise.uniform(lesson.shape[1]).argsort(dim=1)
+        columns, order = branches.columns, lesson.order()
         parts: list[Grown | None] = [None]
         tokens, positions = [lesson.ahead(lesson.tokens, 1)], [lesson.places]
         for ahead in range(1, lesson.depth):
@@ -132,11 +130,6 @@ class PEagle(Eagle3):
 
     def provenance(self) -> dict[str, Resolved]:
         return {**super().provenance(), "mask_token": self.mask_token}
-
-
-def num_kept(length: int, ahead: int) -> int:
-    """Of so many places, those from which drafts are learnt that far ahead."""
-    return max(round(length * max(KEPT_SHARE**ahead, LEAST_SHARE)), 1)
 
 
 def _is_named(config: Mapping[str, Any]) -> bool:

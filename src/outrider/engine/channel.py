@@ -25,6 +25,7 @@ class Channel:
         self.ranks = ranks
 
     def send(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
+        """Does not wait for those who receive it."""
         body = encode(message, tensors)
         length = torch.tensor([len(body)]).view(torch.uint8)
         first = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
@@ -34,6 +35,10 @@ class Channel:
         self.ranks.from_rank(0, first)
         if len(rest):
             self.ranks.from_rank(0, rest)
+
+    def settle(self) -> None:
+        """Waits until all messages are received."""
+        self.ranks.settle()
 
     def receive(self) -> tuple[Any, list[Tensor]]:
         """Waits for the next message, however long."""

@@ -16,7 +16,7 @@ from outrider.config import EngineConfig
 from outrider.drafters.base import Drafter
 from outrider.engine.cache import Cache
 from outrider.engine.drafting import Drafting
-from outrider.engine.flight import Flight, landed, to_host, wants_logprobs, wants_prompt_logprobs
+from outrider.engine.flight import Flight, landed, wants_logprobs, wants_prompt_logprobs
 from outrider.engine.graphs import NUM_ROWS, Graphs
 from outrider.engine.guidance import guidance_of
 from outrider.engine.launched import LaunchedRanks
@@ -27,7 +27,7 @@ from outrider.engine.pages import PagePool
 from outrider.engine.placing import Placing
 from outrider.engine.policy import DepthPolicy, judged_of
 from outrider.engine.request import Progress, Request, Work
-from outrider.engine.round import EagerRound, Round, RoundParts
+from outrider.engine.round import EagerRound, Round, RoundParts, is_checked
 from outrider.engine.runner import Runner, exact_shape
 from outrider.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from outrider.engine.snapshots import Snapshots
@@ -79,6 +79,7 @@ class Engine:
             # a page holds keys and values; without snapshots a recurrent state must be recomputed from the start anyway
             prefix_caching=config.enable_prefix_caching and (not self.cache.recurrent or budget.num_snapshots > 0),
             num_prompt_rows=PROMPT_ROWS[config.torch_device.type],
+            num_groups=team.num_stages if team is not None else 1,
             round_sizes=NUM_ROWS if recorder is not None else (),
         )
         snapshots = None
@@ -88,7 +89,7 @@ class Engine:
         self.scheduler = Scheduler(limits, PagePool(budget.num_pages, forgets), snapshots)
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = Watchdog.of(config, drafter)
-        kind = Round if team is None or team.num_stages == 1 else StagedRound
+        kind = Round if limits.num_groups == 1 else StagedRound
         self.parts = kind(target, drafting, synthetic_choice(config.speculative), team.world if team else None)
         self.orders = Orders(team.channel) if team is not None and team.is_first else None
         self.runner.orders = self.orders
@@ -96,6 +97,7 @@ class Engine:
         self.graphs = recorder(self.runner, self.parts, config.max_num_seqs) if recorder is not None else None
         drafting.bind(self.runner, self.graphs.row_sizes if self.graphs is not None else None)
         self._max_flying = 1 if config.torch_device.type == "cpu" and self.graphs is None else MAX_FLYING
+        self._max_flying = max(self._max_flying, limits.num_groups)
         self._flights: deque[Flight] = deque()
         self.stopwatch = Stopwatch()
         self._grammars: Grammars | None = None
@@ -147,7 +149,8 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> list[Progress]:
-        self._flights = deque(flight for flight in self._flights if flight.is_wanted)
+        if not self._is_staged:  # the last stage tells of every round
+            self._flights = deque(flight for flight in self._flights if flight.is_wanted)
         self._launch_rounds()
         if not self._flights:
             return []
@@ -159,7 +162,7 @@ class Engine:
     def _launch_rounds(self) -> None:
         while len(self._flights) < self._max_flying and self._is_foreseeable:
             begin = self.stopwatch.now()
-            requests = self.scheduler.running or self.scheduler.next_in_line
+            requests = self.scheduler.at_hand
             depth = self.drafting.depth(requests)
             if depth and self.drafting.may_pause(requests) and self.scheduler.is_crowded(max(depth // 2, 1)):
                 depth = 0
@@ -172,7 +175,10 @@ class Engine:
     @property
     def _is_foreseeable(self) -> bool:
         """Whether the next round can begin before the outcome of those under way is known: what follows in a prediction
-        depends on it. And one round begins after the other: whatever waits for a grammar comes first."""
+        depends on it. And one round begins after the other: whatever waits for a grammar comes first. In stages rounds
+        under way have requests of their own; but of one that was aborted, the slot is not free until they are over."""
+        if self._is_staged:
+            return all(work.is_current for flight in self._flights for work in flight.plan)
         if self._flights and self._flights[-1].parts is not None:
             return False
         return not any(request.flying and request.prediction is not None for request in self.scheduler.running)
@@ -181,6 +187,8 @@ class Engine:
         """Sends a round to the device: all of it, or, where a grammar waits for the outcome of a round under way, the
         target's pass, which needs no grammar."""
         work = plan.work
+        if self.orders is not None:
+            self.orders.waits = not (self._is_staged and self._flights)
         self._place(plan)
         rests = self.drafting.rests(work, depth)
         if rests:
@@ -205,14 +213,20 @@ class Engine:
             assert isinstance(parts, EagerRound)
             parts.draft_width = width = self.drafting.draft_width(plan, flight.shape)
             gathers = (wants_logprobs(plan), wants_prompt_logprobs(plan))
+            self.orders.waits = not self._is_staged
             self.orders.finish(parts.number, said, gathers=gathers, draft_width=width)
-        if wants_logprobs(plan):
-            flight.logits = self.parts.whole_logits(parts.logits)
-        if wants_prompt_logprobs(plan):
-            flight.hidden = self.parts.last_hidden(parts.hidden)
-        parts.choose(said)
-        flight.outcomes, flight.landed = to_host(parts.draft())
+        flight.left = parts, said
+        if not self._is_staged:
+            flight.end(self.parts)
         return True
+
+    def _hear(self, flight: Flight) -> None:
+        """In stages, the last one does the rest of a round, and tells: all others hear of it when it lands."""
+        if flight.left is not None:
+            assert self.orders is not None
+            assert isinstance(flight.left[0], EagerRound)
+            self.orders.land(flight.left[0].number, at_once=is_checked())
+            flight.end(self.parts)
 
     def _logits_of(self, states: Tensor) -> Tensor:
         """The logits [R, V] of hidden states [R, H], of the whole vocabulary."""
@@ -226,7 +240,7 @@ class Engine:
             fitted = self.graphs.fitted(plan, shape)
             if fitted is not None:
                 return self.graphs.round(plan, fitted), fitted
-        return EagerRound(self.parts, self.runner.pack(plan, shape)), shape
+        return self.parts.of(self.runner.pack(plan, shape)), shape
 
     def _is_recordable(self, plan: Sequence[Work]) -> bool:
         """What the host must decide in every round, or look at afterwards, cannot be recorded."""
@@ -240,6 +254,7 @@ class Engine:
     def _land(self, flight: Flight) -> list[Progress]:
         """The outcome of a round reaches the requests that are still there."""
         self._finish(flight)
+        self._hear(flight)
         flight.wait()
         end = self.stopwatch.now()
         read = [each for each in flight.read() if each[0].is_current]
@@ -337,6 +352,10 @@ class Engine:
     # beside the steps
 
     @property
+    def _is_staged(self) -> bool:
+        return isinstance(self.parts, StagedRound)
+
+    @property
     def drafting(self) -> Drafting:
         return self.parts.drafting
 
@@ -349,6 +368,8 @@ class Engine:
         """For a while another policy says how much is drafted, and perhaps another drafter drafts, which shares the
         cached layers of the engine's own."""
         assert not self.has_work, "the drafter of an engine at work cannot be changed"
+        for flight in self._flights:  # of requests that were aborted
+            self._hear(flight)
         before = self.drafting
         self.parts.drafting = before.having(policy, drafter or before.drafter)
         try:
@@ -380,6 +401,8 @@ class Engine:
             try:
                 with workers.watched():
                     assert self.orders is not None
+                    for flight in self._flights:
+                        self._hear(flight)
                     self.orders.close()
             except RankLostError:
                 pass  # they are gone already

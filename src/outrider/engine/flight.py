@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.engine.policy import Judged, Landed
 from outrider.engine.request import Work
-from outrider.engine.round import RoundParts
+from outrider.engine.round import Round, RoundParts
 from outrider.kernels.round import read_outcome
 from outrider.types import Hidden, Outcome, RoundShape
 
@@ -22,6 +22,7 @@ class Flight:
     shape: RoundShape
     launched: float  # when its planning began, in seconds
     parts: RoundParts | None  # None: all of it is on the device
+    left: tuple[RoundParts, tuple[Tensor, Tensor] | None] | None = None  # to be ended, given what grammars say
     outcomes: Tensor | None = None  # [B, ...] on the host, good once `landed` has happened
     landed: torch.cuda.Event | None = None  # None: it has
     logits: Tensor | None = None  # [L, V] of the judged rows, where somebody asks for log-probabilities
@@ -31,6 +32,17 @@ class Flight:
     def is_wanted(self) -> bool:
         """Whether any of its requests is still there."""
         return any(work.is_current for work in self.plan)
+
+    def end(self, parts: Round) -> None:
+        """Sends what is left of it to the device; in stages, waits for what the last one tells."""
+        assert self.left is not None
+        (own, said), self.left = self.left, None
+        if wants_logprobs(self.plan):
+            self.logits = parts.whole_logits(own.logits)
+        if wants_prompt_logprobs(self.plan):
+            self.hidden = parts.last_hidden(own.hidden)
+        own.choose(said)
+        self.outcomes, self.landed = to_host(own.draft())
 
     def wait(self) -> None:
         """Waits until the outcome of the round has reached the host."""

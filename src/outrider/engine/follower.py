@@ -12,6 +12,7 @@ from outrider.engine.channel import Channel
 from outrider.engine.engine import Engine
 from outrider.engine.orders import placing_of, seats_of
 from outrider.engine.round import EagerRound
+from outrider.engine.stages import StagedParts
 
 
 class Follower:
@@ -27,6 +28,8 @@ class Follower:
             orders, tensors = self._channel.receive()
             for order in orders:
                 self._obey(order, tensors)
+        if self._engine.target.stage is not None:
+            self._engine.target.stage.settle()
 
     def _obey(self, order: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         engine, what = self._engine, order["do"]
@@ -36,10 +39,13 @@ class Follower:
             engine.drafting.see_missed(engine.runner.pack_table(*seats_of(order), missed=True))
         elif what == "forward":
             step = engine.runner.pack_table(*seats_of(order), has_images=order["has_images"])
-            self._rounds[order["number"]] = parts = EagerRound(engine.parts, step)
+            step.number = order["number"]
+            self._rounds[step.number] = parts = engine.parts.of(step)
             parts.forward()
         elif what == "finish":
             self._finish(order, tensors)
+        elif what == "land":
+            self._land(order["number"])
         elif what == "logits":
             (place,) = order["states"]
             engine.parts.logits_of(tensors[place].to(engine.runner.device))
@@ -48,15 +54,21 @@ class Follower:
             self._is_open = False
 
     def _finish(self, order: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-        number = order["number"]
-        parts = self._rounds[number]
-        self._rounds = {other: left for other, left in self._rounds.items() if other > number}
-        logits, hidden = order["gathers"]
-        if logits:
+        """The rest of a round; in stages, on the last one."""
+        number, said = order["number"], order["said"]
+        parts, (logits, hidden) = self._rounds[number], order["gathers"]
+        is_heard_of = isinstance(parts, StagedParts) and not parts.is_last
+        if logits and not is_heard_of:
             self._engine.parts.whole_logits(parts.logits)
-        if hidden:
+        if hidden and not is_heard_of:
             self._engine.parts.last_hidden(parts.hidden)
-        said = order["said"]
-        parts.choose(None if said is None else (tensors[said[0]], tensors[said[1]]))
         parts.draft_width = order["draft_width"]
-        parts.draft()
+        parts.choose(None if said is None else (tensors[said[0]], tensors[said[1]]))
+        if not isinstance(parts, StagedParts):
+            self._land(number)
+        elif parts.is_last:
+            parts.tell()
+
+    def _land(self, number: int) -> None:
+        self._rounds[number].draft()
+        self._rounds = {other: left for other, left in self._rounds.items() if other > number}

@@ -65,3 +65,4 @@ class LaunchedRanks:
     def end(self) -> None:
         with suppress(RuntimeError):  # they have ended already
             self.team.channel.send({"do": "end"})
+            self.team.channel.settle()

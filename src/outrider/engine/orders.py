@@ -34,6 +34,7 @@ class Orders:
         self._orders: list[dict[str, Any]] = []
         self._tensors: list[Tensor] = []
         self._number = 0  # of the last round
+        self.waits = True  # until others have heard it: they have nothing else to do, and should begin at once
 
     def place(self, placing: Placing) -> None:
         if not placing:
@@ -65,6 +66,12 @@ class Orders:
         `draft_width`: tokens of the draft that rank 0 will send, at most; 0: none."""
         said_at = None if said is None else self._attach(*said)
         self._send(do="finish", number=number, said=said_at, gathers=gathers, draft_width=draft_width)
+
+    def land(self, number: int, *, at_once: bool) -> None:
+        """Of rounds in stages: what the last one tells of it is to be heard, before anything else that follows."""
+        self._orders.append({"do": "land", "number": number})
+        if at_once:
+            self._send()
 
     def logits(self, states: Tensor) -> None:
         """Tells all ranks that logits of hidden states [R, H] are wanted, of the whole vocabulary."""
@@ -98,9 +105,11 @@ class Orders:
         return list(range(len(self._tensors) - len(tensors), len(self._tensors)))
 
     def _send(self, **order: Any) -> None:
-        orders, tensors = [*self._orders, order], self._tensors
+        orders, tensors = [*self._orders, order] if order else self._orders, self._tensors
         self._orders, self._tensors = [], []
         self._channel.send(orders, tensors)
+        if self.waits:
+            self._channel.settle()
 
 
 def _plain(value: Any) -> Any:

@@ -73,6 +73,7 @@ class Residence:
     draft_is_forced: bool = False  # the grammar says what comes next
     num_refused: int = 0  # the last of its tokens, which are not judged: the grammar forbids them
     most_judged: int | None = None  # tokens of a draft that are worth judging in the next round; None: all
+    turn: int = 0  # which of all rounds it was in last
     flying: list[Work] = field(default_factory=list)  # its work in rounds under way, the oldest first
     marks: Marks = field(default_factory=Marks)  # where snapshots of recurrent states are taken
 

@@ -43,6 +43,10 @@ class Round:
         self.target, self.drafting, self._synthetic_choice = target, drafting, synthetic_choice
         self.ranks = ranks
 
+    def of(self, step: Step) -> EagerRound:
+        """Such a round, to be done part by part."""
+        return EagerRound(self, step)
+
     def forward(self, step: Step, out: Pass | None = None) -> Pass:
         """`out`: where to put what it computes, as far as the other parts need it."""
         hidden = self.target(step.batch, self.drafting.taps(step.shape), out.hidden.taps if out is not None else None)
@@ -147,10 +151,16 @@ class EagerRound:
         self._verdict = self._parts.choose(self._step, self.logits)
 
     def draft(self) -> Tensor:
-        outcomes = self._parts.draft(self._step, self.hidden, self._verdict, self.draft_width)
-        if self._parts.ranks is not None and os.environ.get(CHECKS):
+        return self._checked(self._parts.draft(self._step, self.hidden, self._verdict, self.draft_width))
+
+    def _checked(self, outcomes: Tensor) -> Tensor:
+        if self._parts.ranks is not None and is_checked():
             check_same(self._parts.ranks, self._step)
         return outcomes
+
+
+def is_checked() -> bool:
+    return bool(os.environ.get(CHECKS))
 
 
 def check_same(ranks: Ranks, step: Step) -> None:

@@ -30,6 +30,7 @@ class SchedulerLimits:
     prefix_caching: bool = True
     num_prompt_rows: int = 1024  # at most about so many rows of prompts in a round in which others decode
     round_sizes: tuple[int, ...] = ()  # numbers of rows that rounds with prompts are recorded for
+    num_groups: int = 1  # rounds that may be under way at a time, if more than one: nobody takes part in two of them
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Scheduler:
         self.stats = PrefixStats()
         self.num_preemptions = 0
         self._figures_left = MAX_FIGURES
+        self._num_launched = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
 
     # requests come and go
@@ -90,6 +92,31 @@ class Scheduler:
 
     # planning
 
+    @property
+    def at_hand(self) -> list[Request]:
+        """Whom the next round is for: those who run, as far as they are not in another; or those who will."""
+        return self._in_turn or self.next_in_line[: self._group_size]
+
+    @property
+    def _in_turn(self) -> list[Request]:
+        """All who run; in groups, as many as a group has of those who are in no round under way, and waited longest."""
+        if self.limits.num_groups == 1:
+            return self.running
+        free = [request for request in self.running if not request.flying]
+        return sorted(free, key=lambda each: each.turn)[: self._group_size]
+
+    @property
+    def _group_size(self) -> int:
+        """Requests of a round, at most: that as many are in each of those under way. Groups are made anew in every
+        round, so that they are even again as soon as somebody has come or gone."""
+        if self.limits.num_groups == 1:
+            return sys.maxsize
+        num_pages, count = self.pool.num_free, len(self.running)
+        for request in self.next_in_line:
+            num_pages -= self._pages_for(len(request.tokens))
+            count += num_pages >= 0
+        return max(-(-count // self.limits.num_groups), 1)
+
     def next(self, depth: int, *, flying: bool = False, follows: Follows = lambda count: True) -> Plan:
         """The next round's work, empty if there is nothing to do. `depth`: how many tokens are drafted in it for the
         next one. `flying`: rounds are under way, whose outcome may help: where pages are short, it is waited for.
@@ -98,7 +125,8 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         plan: list[Work] = []
         admitted: list[Request] = []
-        active = [request for request in self.running if not self._surely_ends(request)]
+        most = self._group_size
+        active = [request for request in self._in_turn if not self._surely_ends(request)]
         reading = [request for request in active if _is_reading(request)]
         decoding = [request for request in active if not _is_reading(request)]
         num_left, self._figures_left = len(active), MAX_FIGURES
@@ -117,8 +145,8 @@ class Scheduler:
                 elif flying:
                     return Plan([], [])
         room = self.num_preemptions == num_preemptions  # who just made room does not come back in the same step
-        while room and self.waiting and budget > 0 and self._free_slots:
-            self.waiting[0].is_followed = follows(len(self.running))
+        while room and self.waiting and budget > 0 and self._free_slots and len(plan) < most:
+            self.waiting[0].is_followed = follows(len(self.running) // self.limits.num_groups)
             work_or_none = self._admit(self.waiting[0], budget, depth)
             if work_or_none is None:
                 break
@@ -126,6 +154,8 @@ class Scheduler:
             admitted.append(work_or_none.request)
             budget -= work_or_none.num_rows
         plan = [work for work in plan if work.request.status is Status.RUNNING]
+        if not plan and not room and self.running:  # a whole group has made room for others
+            return self.next(depth, flying=flying, follows=follows)
         assert plan or flying or not self.has_work or self.waiting, "running requests that cannot run"
         return Plan(plan, admitted, self.snapshots.plan(plan) if self.snapshots is not None else [])
 
@@ -152,8 +182,10 @@ class Scheduler:
 
     def launched(self, plan: Sequence[Work]) -> None:
         """A round with this work is under way."""
+        self._num_launched += 1
         for work in plan:
             work.request.flying.append(work)
+            work.request.turn = self._num_launched
 
     def _surely_ends(self, request: Request) -> bool:
         """Whether rounds under way bring its last token, whatever they bring: each brings one at least."""

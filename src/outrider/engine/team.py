@@ -31,6 +31,7 @@ class Team:
     channel: Channel
     ranks: Ranks | None  # of its own stage, which share every layer; None: it has no others
     num_stages: int = 1
+    back: Ranks | None = None  # all of them, where there are stages: for what the last one tells the others
     check: Callable[[], None] = lambda: None  # an error, where another rank has ended
 
     @property
@@ -109,7 +110,9 @@ def join(store: dist.Store, place: RankPlace) -> Team:
     if place.num_stages == 1:
         return Team(world, Channel(control), world)
     ranks = _tensors(store, f"stage-{stage}", rank % in_stage, in_stage, place) if in_stage > 1 else None
-    return Team(world, Channel(control), ranks, place.num_stages)
+    # of its own: on a GPU, what goes one way and what comes back would otherwise wait for each other
+    back = _tensors(store, "back", rank, size, place)
+    return Team(world, Channel(control), ranks, place.num_stages, back)
 
 
 def _tensors(store: dist.Store, name: str, rank: int, size: int, place: RankPlace) -> Ranks:

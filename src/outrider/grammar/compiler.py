@@ -4,9 +4,12 @@ short, so limits.py and size.py bound what it is given, and a server tries it ou
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from outrider.extras import extra_missing
@@ -142,7 +145,31 @@ def _escaped(character: str) -> str:
 
 def import_xgrammar() -> Any:
     try:
-        import xgrammar
+        with _without_transformers():
+            import xgrammar
     except ImportError as error:
         raise extra_missing("guided", "serve", error) from error
     return xgrammar
+
+
+class _Nothing(ModuleType):
+    """A module in which every name is a class of its own, but those that Python asks every module for."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+@contextmanager
+def _without_transformers() -> Iterator[None]:
+    """xgrammar asks transformers for classes that vocabularies could be of, and ours never are: most of a second of
+    importing, in every process that knows a grammar."""
+    if "transformers" in sys.modules or "xgrammar" in sys.modules:
+        yield
+        return
+    sys.modules["transformers"] = _Nothing("transformers")
+    try:
+        yield
+    finally:
+        del sys.modules["transformers"]

@@ -1,16 +1,35 @@
 """What ranks of a group say to each other inside a round. Sums are added in ascending order of ranks, each element for
-itself, so that their bits are the same on every rank, and depend on nothing else that is summed with them."""
+itself, so that their bits are the same on every rank, and depend on nothing else that is summed with them. Who has
+something to say says it and goes on, whatever the others are doing."""
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+MOST_UNHEARD = 64  # messages to all that a rank is ahead of the others, at most
+
 
 class Done(Protocol):
     def wait(self) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message under way, and what it is made of until then."""
+
+    work: Done
+    values: Tensor
+
+    def wait(self) -> None:
+        """Until it is received."""
+        self.work.wait()
 
 
 class Group(Protocol):
@@ -32,6 +51,7 @@ class Ranks:
         """`through_host`: the group carries tensors of the host alone."""
         self.rank, self.size = rank, size
         self._group, self._through_host = group, through_host
+        self._unheard: deque[Sent] = deque()
 
     def gather(self, values: Tensor) -> Tensor:
         """[...] of every rank -> [ranks, ...], in their order. Shapes are the same on all ranks."""
@@ -50,17 +70,33 @@ class Ranks:
         return total.to(values.dtype)
 
     def from_rank(self, rank: int, values: Tensor) -> Tensor:
-        """What that rank has of `values`, of which everybody has the shape."""
+        """What that rank has of `values`, of which everybody has the shape. The others wait for it; that rank does not
+        wait for them."""
         sent = self._sent(values)
-        if sent.numel():
-            sent = sent.clone() if sent.data_ptr() == values.data_ptr() else sent
-            self._group.broadcast(sent.view(-1), rank).wait()
-        return sent.to(values.device)
+        if not sent.numel():
+            return values
+        sent = sent.clone() if sent.data_ptr() == values.data_ptr() else sent
+        work = self._group.broadcast(sent.view(-1), rank)
+        if rank != self.rank:
+            work.wait()
+            return sent.to(values.device)
+        self._unheard.append(Sent(work, sent))
+        while self._unheard and (self._unheard[0].work.is_completed() or len(self._unheard) > MOST_UNHEARD):
+            self._unheard.popleft().wait()
+        return values
 
-    def send(self, values: Tensor, rank: int) -> None:
-        """Sends a tensor to one rank, which receives it."""
-        if values.numel():
-            self._group.send([self._sent(values)], rank, 0).wait()
+    def settle(self) -> None:
+        """Waits until all have heard what this rank has said to all."""
+        while self._unheard:
+            self._unheard.popleft().wait()
+
+    def send(self, values: Tensor, rank: int) -> Sent | None:
+        """Sends a tensor, which must not be changed any more, to one rank, which receives it. Does not wait for that;
+        whoever sends much should, sooner or later. None: there is nothing to send."""
+        if not values.numel():
+            return None
+        sent = self._sent(values)
+        return Sent(self._group.send([sent], rank, 0), sent)
 
     def receive(self, room: Tensor, rank: int) -> Tensor:
         """What that rank sends, in the shape of `room`."""

@@ -39,15 +39,15 @@ class HeadMatrix:
 
 @dataclass(frozen=True)
 class HeadLoss:
-    loss: Tensor  # [N, K] with gradients
-    surprise: Tensor  # [N, K] cross entropy to the target's best token
-    agreed: Tensor  # [N, K] bool: both name the same token first
+    loss: Tensor  # [N] with gradients
+    surprise: Tensor  # [N] cross entropy to the target's best token
+    agreed: Tensor  # [N] bool: both name the same token first
 
 
 def head_loss(
     hidden: Tensor, head: HeadMatrix, teacher: Tensor, teacher_head: HeadMatrix, divergence: Divergence
 ) -> HeadLoss:
-    """hidden [N, K, H]: K states of the drafter for each of N rows; teacher [N, H_t]: the target's, normed. Both heads
+    """hidden [N, H]: states of the drafter; teacher [N, H_t]: the target's that say the same tokens, normed. Both heads
     speak of the same V tokens. Gradients reach hidden, and the drafter's head if it is trained."""
     chunks = _Chunks(head, teacher, teacher_head, divergence)
     loss, surprise, agreed = _HeadLoss.apply(hidden, head.weight, chunks)  # type: ignore[no-untyped-call]
@@ -58,21 +58,11 @@ def head_loss_reference(
     hidden: Tensor, head: HeadMatrix, teacher: Tensor, teacher_head: HeadMatrix, divergence: Divergence
 ) -> HeadLoss:
     """All at once."""
-    logits, taught = head.logits(hidden), teacher_head.logits(teacher)[:, None]
-    log_probs, wanted = logits.log_softmax(-1), taught.log_softmax(-1)
-    best = taught.argmax(-1)
-    surprise = -log_probs.gather(-1, best[..., None].expand(*log_probs.shape[:2], 1))[..., 0]
+    logits, taught = head.logits(hidden), teacher_head.logits(teacher)
+    log_probs, wanted, best = logits.log_softmax(-1), taught.log_softmax(-1), taught.argmax(-1)
+    surprise = -log_probs.gather(-1, best[:, None])[:, 0]
     soft = (wanted.exp() * (wanted - log_probs)).sum(-1)
     return HeadLoss(divergence.soft * soft + divergence.hard * surprise, surprise.detach(), logits.argmax(-1) == best)
-
-
-@dataclass(frozen=True)
-class _Taught:
-    """What the target says in some rows."""
-
-    logits: Tensor  # [n, V]
-    sum: Tensor  # [n] their log-sum-exp
-    best: Tensor  # [n]
 
 
 @dataclass(frozen=True)
@@ -86,25 +76,19 @@ class _Chunks:
         size = max(CHUNK_ELEMENTS[hidden.device.type] // len(self.head.weight), 1)
         return [slice(begin, begin + size) for begin in range(0, len(hidden), size)]
 
-    def taught(self, rows: slice) -> _Taught:
-        states = self.teacher[rows]
-        if use_triton(states) and not self.teacher_head.softcap:
-            logits = self.teacher_head.product(states)  # the kernel widens them itself
-            return _Taught(logits, logits.float().logsumexp(-1), logits.argmax(-1))
-        logits = self.teacher_head.logits(states)
-        return _Taught(logits, logits.logsumexp(-1), logits.argmax(-1))
-
-    def compare(self, hidden: Tensor, taught: _Taught) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def compare(self, hidden: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """hidden [n, H] -> loss, surprise and agreement [n], and the loss' gradient by the head's product [n, V]."""
         soft, hard, cap = self.divergence.soft, self.divergence.hard, self.head.softcap
+        states = self.teacher[rows]
         if use_triton(hidden):
             from outrider.kernels.gpu import head_loss as gpu
 
+            capped = self.teacher_head.softcap != 0
+            taught = self.teacher_head.logits(states) if capped else self.teacher_head.product(states)
             slope = self.head.product(hidden)
-            loss, surprise, first = gpu.compare(slope, taught.logits, taught.sum, taught.best, soft, hard, cap)
-            return loss, surprise, first == taught.best, slope
-        logits = self.head.logits(hidden)
-        log_probs, wanted, best = logits.log_softmax(-1), taught.logits - taught.sum[:, None], taught.best[:, None]
+            return *gpu.compare(slope, taught, soft, hard, cap), slope
+        logits, taught = self.head.logits(hidden), self.teacher_head.logits(states)
+        log_probs, wanted, best = logits.log_softmax(-1), taught.log_softmax(-1), taught.argmax(-1)[:, None]
         surprise = -log_probs.gather(-1, best)[:, 0]
         probs = wanted.exp()
         loss = soft * (probs * (wanted - log_probs)).sum(-1) + hard * surprise
@@ -112,21 +96,18 @@ class _Chunks:
         slope.scatter_add_(-1, best, torch.full_like(best, -hard, dtype=slope.dtype))
         if cap:
             slope *= 1 - (logits / cap).square()
-        return loss, surprise, logits.argmax(-1) == taught.best, slope
+        return loss, surprise, logits.argmax(-1) == best[:, 0], slope
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, chunks: _Chunks) -> tuple[Tensor, Tensor, Tensor]:
-        loss, surprise = (torch.empty(hidden.shape[:2], device=hidden.device) for _ in range(2))
-        agreed = torch.empty(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+        loss, surprise = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
+        agreed = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
         gradient = torch.empty_like(hidden)
         for rows in chunks.rows(hidden):
-            taught = chunks.taught(rows)
-            for place in range(hidden.shape[1]):
-                found = chunks.compare(hidden[rows, place], taught)
-                loss[rows, place], surprise[rows, place], agreed[rows, place], slope = found
-                gradient[rows, place] = (slope.to(weight.dtype) @ weight).to(hidden.dtype)
+            loss[rows], surprise[rows], agreed[rows], slope = chunks.compare(hidden[rows], rows)
+            gradient[rows] = (slope.to(weight.dtype) @ weight).to(hidden.dtype)
         ctx.chunks = chunks
         ctx.save_for_backward(gradient, *([hidden, weight] if ctx.needs_input_grad[1] else []))
         ctx.mark_non_differentiable(surprise, agreed)
@@ -140,9 +121,7 @@ class _HeadLoss(torch.autograd.Function):
             hidden, weight = trained
             by_weight = torch.zeros_like(weight, dtype=torch.float32)
             for rows in ctx.chunks.rows(hidden):
-                taught = ctx.chunks.taught(rows)
-                for place in range(hidden.shape[1]):
-                    slope = ctx.chunks.compare(hidden[rows, place], taught)[-1] * wanted_loss[rows, place, None]
-                    by_weight += (slope.to(weight.dtype).T @ hidden[rows, place].to(weight.dtype)).float()
+                slope = ctx.chunks.compare(hidden[rows], rows)[-1] * wanted_loss[rows, None]
+                by_weight += (slope.to(weight.dtype).T @ hidden[rows].to(weight.dtype)).float()
             by_weight = by_weight.to(weight.dtype)
-        return gradient * wanted_loss[..., None].to(gradient.dtype), by_weight, None
+        return gradient * wanted_loss[:, None].to(gradient.dtype), by_weight, None

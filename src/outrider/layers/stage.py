@@ -1,15 +1,17 @@
 """A stage of a pipeline: some of a target's layers, one after the other, and how a pass goes on from stage to stage.
-Taps are numbered over all layers. Those of earlier stages travel with the hidden states, so that the last has all."""
+Taps are numbered over all layers. Those of earlier stages travel with the hidden states, so that the last has all. A
+stage that has sent something goes on with the next round: nobody waits for who comes after."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from outrider.kernels.collective import Ranks
+from outrider.kernels.collective import Ranks, Sent
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class Stage:
     begin: int  # the first of its layers
     end: int
     world: Ranks  # of all stages
+    back: Ranks  # the same, for what the last one tells the others: they hear it later than it is said
+    _under_way: deque[Sent] = field(default_factory=deque, compare=False)
 
     @property
     def is_last(self) -> bool:
@@ -45,7 +49,28 @@ class Stage:
     def send(self, x: Tensor, streams: dict[int, Tensor]) -> None:
         """Sends hidden states to the next stage."""
         sent = [x, *(streams[tap] for tap in sorted(streams))]
-        self.world.send(torch.stack(sent, dim=1), self.world.rank + self._step)
+        self._keep(self.world.send(torch.stack(sent, dim=1), self.world.rank + self._step))
+
+    def tell(self, values: Tensor, *, everybody: bool = True) -> None:
+        """The last stage tells all others, or rank 0 alone: its first rank does."""
+        if self.world.rank == self.last_rank:
+            for rank in range(self.last_rank if everybody else 1):
+                self._keep(self.back.send(values, rank))
+
+    def hear(self, room: Tensor) -> Tensor:
+        """What the last stage tells, in the shape of `room`."""
+        return self.back.receive(room, self.last_rank)
+
+    def _keep(self, sent: Sent | None) -> None:
+        """No more rounds are under way than there are stages: what was sent in those before has been received."""
+        if sent is not None:
+            self._under_way.append(sent)
+        self.settle(self.count * (2 + self.last_rank) if self.is_last else self.count)
+
+    def settle(self, most: int = 0) -> None:
+        """Waits until no more than so many messages are under way: one that is given up would never come."""
+        while len(self._under_way) > most:
+            self._under_way.popleft().wait()
 
 
 def borders(num_layers: int, num_stages: int, together: Collection[tuple[int, int]] = ()) -> list[int]:

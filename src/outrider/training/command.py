@@ -26,7 +26,7 @@ _REGENERATE_HELP = "yes: the target answers the prompts itself. no: the answers 
 _TEXTS_HELP = "Learn from the texts.safetensors of an earlier run: nothing is generated. Again for more."
 _TEXTS_ONLY_HELP = "Write the target's texts into --out, for --texts of other runs, and stop."
 _INIT_HELP = "Go on from this drafter instead of a new one."
-_WARM_HELP = "Begin as a copy of the target's last layer, where shapes agree."
+_WARM_HELP = "Begin as a copy of the target's last layer, where shapes agree. By default, all but eagle3 and p_eagle."
 _VOCABULARY_HELP = "Tokens that it can say: as many as the target says most often. By default, all."
 _DIALECT_HELP = "How config.json is written: original (as the method's authors do), or speculators."
 _PATIENCE_HELP = "Stop after so many validations without a better accept length; 0: never."
@@ -73,15 +73,15 @@ def train_command(
     train_vocabulary: Annotated[
         bool, option(DRAFTER, "--train-vocabulary", help="Train its own head too, not only its layers.")
     ] = False,
-    warm_start: Annotated[bool, option(DRAFTER, "--warm-start/--no-warm-start", help=_WARM_HELP)] = True,
+    warm_start: Annotated[bool | None, option(DRAFTER, "--warm-start/--no-warm-start", help=_WARM_HELP)] = None,
     init: Annotated[Path | None, option(DRAFTER, "--init", metavar="DIR", help=_INIT_HELP, file_okay=False)] = None,
     dialect: Annotated[str, option(DRAFTER, "--dialect", metavar="NAME", help=_DIALECT_HELP)] = "original",
-    loss: Annotated[str, option(LEARNING, "--loss", metavar="NAME", help="kl, ce or mixed.")] = "kl",
+    loss: Annotated[str, option(LEARNING, "--loss", metavar="NAME", help="kl, ce or mixed.")] = "mixed",
     row_len: Annotated[int | None, option(LEARNING, "--row-len", metavar="N", help="Tokens of a packed row.")] = None,
     tokens_per_step: Annotated[
         int | None, option(LEARNING, "--tokens-per-step", metavar="N", help="Of all processes together.")
     ] = None,
-    matrix_rate: Annotated[float, option(LEARNING, "--matrix-rate", metavar="X", help="Muon's learning rate.")] = 1e-2,
+    matrix_rate: Annotated[float, option(LEARNING, "--matrix-rate", metavar="X", help="Muon's learning rate.")] = 2e-2,
     rate: Annotated[float, option(LEARNING, "--rate", metavar="X", help="AdamW's, for all that is no matrix.")] = 1e-3,
     seed: Annotated[int, option(LEARNING, "--seed", metavar="S", help="Of data, order and first weights.")] = 0,
     device: Device = "auto",

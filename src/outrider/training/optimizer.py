@@ -16,7 +16,7 @@ NUM_ITERATIONS = 5
 
 @dataclass(frozen=True)
 class Rates:
-    matrices: float = 1e-2  # Muon
+    matrices: float = 2e-2  # Muon
     others: float = 1e-3  # AdamW
     weight_decay: float = 0.0
     momentum: float = 0.95
@@ -32,19 +32,18 @@ class Rates:
         return max(1 - (progress - self.warm_up) / (1 - self.warm_up), 0.0)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """The nearest matrix [m, n] whose singular values are about one (Newton and Schulz' iteration)."""
-    dtype = torch.bfloat16 if matrix.is_cuda else torch.float32
-    x = matrix.to(dtype)
-    tall = x.shape[0] > x.shape[1]
+def orthogonal(matrices: Tensor) -> Tensor:
+    """The nearest matrices [..., m, n] whose singular values are about one (Newton and Schulz' iteration)."""
+    x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
+    tall = x.shape[-2] > x.shape[-1]
     if tall:
-        x = x.T
-    x = x / (x.norm() + 1e-7)
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     a, b, c = NEWTON_SCHULZ
     for _ in range(NUM_ITERATIONS):
-        gram = x @ x.T
+        gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if tall else x).to(matrix.dtype)
+    return (x.mT if tall else x).to(matrices.dtype)
 
 
 class Optimizer:
@@ -56,6 +55,9 @@ class Optimizer:
         # embeddings and heads are tables of vectors, whose rows are seen at very different rates
         self.matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and not _is_table(name)}
         self.others = {name: p for name, p in parameters.items() if name not in self.matrices}
+        self._alike: dict[torch.Size, list[str]] = {}
+        for name, matrix in self.matrices.items():
+            self._alike.setdefault(matrix.shape, []).append(name)
         self.momenta = {name: torch.zeros_like(p) for name, p in self.matrices.items()}
         self.first = {name: torch.zeros_like(p) for name, p in self.others.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.others.items()}
@@ -69,8 +71,8 @@ class Optimizer:
         norm = torch.nn.utils.get_total_norm(gradients)
         torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self.rates.clip, norm)
         self.num_steps += 1
-        for name, parameter in self.matrices.items():
-            self._step_matrix(parameter, self.momenta[name], self.rates.matrices * scale)
+        for names in self._alike.values():
+            self._step_matrices([name for name in names if self.matrices[name].grad is not None], scale)
         self._step_others(self.rates.others * scale)
         decay = min(self.rates.averaging, (1 + self.num_steps) / (10 + self.num_steps))
         average, now = list(self.average.values()), [p.detach() for p in self.parameters.values()]
@@ -79,14 +81,19 @@ class Optimizer:
             parameter.grad = None
         return norm
 
-    def _step_matrix(self, parameter: nn.Parameter, momentum: Tensor, rate: float) -> None:
-        if parameter.grad is None:
+    def _step_matrices(self, names: list[str], scale: float) -> None:
+        """Of one shape, all at once."""
+        if not names:
             return
-        momentum.lerp_(parameter.grad, 1 - self.rates.momentum)
-        direction = orthogonal(parameter.grad.lerp(momentum, self.rates.momentum))
-        parameter.mul_(1 - rate * self.rates.weight_decay)
+        parameters: list[Tensor] = [self.matrices[name] for name in names]
+        gradients, momenta = [p.grad for p in parameters if p.grad is not None], [self.momenta[name] for name in names]
+        torch._foreach_lerp_(momenta, gradients, 1 - self.rates.momentum)
+        directions = orthogonal(torch.stack(torch._foreach_lerp(gradients, momenta, self.rates.momentum)))
+        rate = self.rates.matrices * scale
+        torch._foreach_mul_(parameters, 1 - rate * self.rates.weight_decay)
         # its numbers are as large as AdamW's steps usually are, so that rates compare
-        parameter.add_(direction, alpha=-rate * 0.2 * math.sqrt(max(parameter.shape)))
+        size = 0.2 * math.sqrt(max(directions.shape[-2:]))
+        torch._foreach_add_(parameters, list(directions.unbind()), alpha=-rate * size)
 
     def _step_others(self, rate: float) -> None:
         names = [name for name, p in self.others.items() if p.grad is not None]

@@ -32,12 +32,12 @@ class TrainOptions:
     num_layers: int | None = None
     taps: tuple[int, ...] | None = None
     post_norm: bool = False
-    warm: bool = True
+    warm: bool | None = None
     init: Path | None = None  # a drafter to go on from
     window: int = 0
     draft_vocabulary: int | None = None
     train_vocabulary: bool = False
-    loss: str = "kl"
+    loss: str = "mixed"
     row_len: int | None = None
     tokens_per_step: int | None = None
     rates: Rates = field(default_factory=Rates)
@@ -136,14 +136,14 @@ def parts_of(options: TrainOptions, target: Target, num_processes: int = 1) -> i
 
 
 def _row_bytes(options: TrainOptions, target: Target) -> int:
-    """About what one row takes until its gradients are known: states of every draft step, attention's weights over the
+    """About what one row takes until its gradients are known: states of every draft step, masks of attention over the
     row, the target's states and its keys and values."""
     text = target.config.get("text_config") or target.config
-    size, heads = target.hidden_size, int(text.get("num_attention_heads") or 1)
+    size = target.hidden_size
     inner = int(text.get("intermediate_size") or 4 * size)
     passes, layers, length = options.depth, options.num_layers or 1, options.row_length
     states = 4 * passes * (layers * (12 * size + 4 * inner) + 6 * size)
-    attention = 10 * passes * layers * heads * length
+    attention = 3 * passes * layers * length
     of_target = 4 * (target.num_layers * 2 * size + 8 * size)
     return length * (states + attention + of_target)
 

@@ -6,6 +6,7 @@ import gc
 import random
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +31,13 @@ from outrider.training.course import Course, OnProgress, Progress, Result
 from outrider.training.dialects import in_speculators_format
 from outrider.training.options import LOSSES, TrainOptions, parts_of, trainable_method
 from outrider.training.regenerate import as_they_are, regenerate
-from outrider.training.teacher import Teacher, check_target
+from outrider.training.teacher import Teacher, check_target, size_of
 from outrider.training.texts import Text, counted, coverage, frequent, load_texts, pack, read_texts, save_texts, usable
 from outrider.training.trainer import ALONE, Lessons, Trainer, World
 from outrider.types import Checkpoint
 
-BATCH = 512  # conversations that are answered at a time
+BATCH = 128  # conversations that are answered together, turn by turn
+NUM_STREAMS = 4  # such batches on a GPU side by side, so that it has enough to do when one of them ends
 CACHE_BYTES = 4 * 2**30  # of the engine that validates, on a GPU: the rest is for training
 
 
@@ -48,7 +50,7 @@ def write_texts(options: TrainOptions, on_progress: OnProgress | None = None) ->
     """The target's answers alone, for runs that will be told of the file (`texts`). Returns it, and how many."""
     run = Run(options, ALONE, on_progress or (lambda progress: None))
     run.folder.mkdir(parents=True, exist_ok=True)
-    with run._llm(None) as llm:
+    with run._writing() as llm:
         return run.texts_path, len(run._texts(llm))
 
 
@@ -111,7 +113,7 @@ class Run:
         texts = load_texts(self.texts_path, self.options.source())
         if texts is not None and self.saved is not None:
             return
-        with self._llm(None) as llm:
+        with self._writing() as llm:
             if texts is None:
                 texts = self._texts(llm)
             if self.saved is None:
@@ -140,17 +142,31 @@ class Run:
         options, minutes = self.options, self.options.generate_minutes
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
         asked = list(self.learnt_from) * options.samples
-        texts: list[Text] = []
-        for first in range(0, len(asked), BATCH):
+        done: dict[int, int] = {}
+
+        def answered(first: int) -> list[Text]:
             if deadline is not None and time.monotonic() > deadline:
-                break
+                return []
+
+            def shown(count: int, total: int) -> None:
+                done[first] = count
+                self.on_progress(Progress("the target answers", sum(done.copy().values()), len(asked)))
+
             how = replace(options.answers, seed=options.seed * 7919 + first)
+            return regenerate(llm, asked[first : first + BATCH], how, shown, deadline)
 
-            def shown(done: int, total: int, first: int = first) -> None:
-                self.on_progress(Progress("the target answers", first + done, len(asked)))
+        batches = range(0, len(asked), BATCH)
+        if options.torch_device.type != "cuda":
+            return [text for first in batches for text in answered(first)]
+        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+            try:
+                return [text for texts in pool.map(answered, batches) for text in texts]
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C: no further batch begins
 
-            texts += regenerate(llm, asked[first : first + BATCH], how, shown, deadline)
-        return texts
+    def _writing(self) -> LLM:
+        """The target alone, with room for texts as long as they become: others may be at work on the same device."""
+        return self._llm(None, max_model_len=min(self.options.answers.max_len + 1, self.target_len))
 
     # the drafter
 
@@ -200,6 +216,7 @@ class Run:
             warm=options.warm,
             mask_token=mask_token(self.tokenizer, counted(texts, target.embed.vocab_size)),
             window=options.window,
+            size_of=lambda tap: size_of(target, tap, texts, options.row_length),
             seed=options.seed,
         )
         method = trainable_method(options.method)

@@ -3,7 +3,7 @@ Its keys and values lie in memory for this alone, so that an engine which serves
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.engine.upload import upload
 from outrider.layers.cached import cached_layers, recurrent_layers
 from outrider.models.base import Target
-from outrider.training.texts import Rows
+from outrider.training.texts import Rows, Text, fill
 from outrider.types import NULL_PAGE, Batch, Hidden, Latent
 
 PAGE_SIZE = 16
@@ -107,6 +107,13 @@ class Teacher:
     def _up(self, values: Tensor) -> Tensor:
         """To the device, without waiting for it."""
         return upload(values, self.device)
+
+
+def size_of(target: Target, tap: int, texts: Sequence[Text], row_len: int) -> float:
+    """Root mean square of the target's states after so many layers, of a usual token: the first may be far larger."""
+    rows = fill([[texts[0].cut(row_len)]], row_len)
+    states = Teacher(target, (tap,), rows).read(rows).taps[: len(texts[0].cut(row_len).tokens), 0].float()
+    return float(states.square().mean(-1).sqrt().median())
 
 
 def document_starts(rows: Rows) -> Tensor:
