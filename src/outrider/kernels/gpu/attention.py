@@ -19,6 +19,7 @@ from outrider.kernels.gpu import launch
 WANTED_PROGRAMS = 264  # enough to keep every multiprocessor busy
 LEAST_KEYS = 128  # that are worth a program of their own
 MAX_PARTS = 64
+EARLY = False  # whether it is launched before the one before it has ended: slower once, to be timed again
 BLOCK_BYTES = 65536  # of keys and values that a program reads at a time
 FEW_ROWS = 16  # of a request: a draft, or less; where others read prompts, such requests have a launch of their own
 LOG2_E = 1.4426950408889634  # scores are kept in units of log 2: powers of two are what a device computes
@@ -187,10 +188,12 @@ def _attend(
     GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr, HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
     SAME: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
-    WARPS: tl.constexpr,
+    WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program has a few rows of one request, with all query heads that share a key head, and every `parts`-th block
     of keys. Rows and heads are laid out as row * GROUP + head. SPLIT: blocks that all rows see are computed apart."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     item = items + tl.program_id(0) * ITEM
     request, first_row, num_rows = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     block, part, parts = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
@@ -357,7 +360,7 @@ def paged_attention(
         return out
     group = num_heads // num_kv_heads
     main, rest = _split(dim)
-    last_key, table = keys.last_key, keys.page_table
+    last_key, table, early = keys.last_key, keys.page_table, EARLY and launch.early(q)
 
     def run(form: Form) -> None:
         work = _work(keys, group, num_kv_heads, form, window, parts)
@@ -375,7 +378,8 @@ def paged_attention(
             SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
             SAME=k_pages.data_ptr() == v_pages.data_ptr() and value_dim == main,
             BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=form.block_m, BLOCK_N=form.block_n,
-            IEEE=q.dtype == torch.float32, WARPS=form.num_warps, num_warps=form.num_warps, num_stages=form.num_stages,
+            IEEE=q.dtype == torch.float32, WARPS=form.num_warps, EARLY=early, num_warps=form.num_warps,
+            num_stages=form.num_stages, **launch.options(early),
         )  # fmt: skip
 
     _side_by_side(run, _forms(keys, group, (dim, value_dim), q.element_size(), parts), q.device)
