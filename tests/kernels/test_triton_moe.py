@@ -79,6 +79,8 @@ def test_the_best_experts(rows: int, num_experts: int, count: int, renormalise: 
     torch.testing.assert_close(shares, wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logits.gather(1, ids.long()), logits.gather(1, wanted_ids))
     assert ((ids == 0).any(1) | ~(ids == 1).any(1)).all()
+    alike, _ = router.softmax_top(torch.zeros_like(logits), count, renormalise=renormalise)
+    assert torch.equal(alike.cpu(), torch.arange(count, dtype=torch.int32).expand(rows, -1))
 
 
 @pytest.mark.parametrize(
@@ -96,11 +98,12 @@ def test_routes_in_one_launch(rows: int, num_experts: int, is_normed: bool, wide
     logits = logits if wide else logits.to(dtype).float()
     wanted_ids, wanted = softmax_top_reference(logits, 3, renormalise=True)
     assert router.is_for(given, weight)
-    for _ in range(2):  # the counter is left as it was
+    for _ in range(2):
         ids, shares = router.route(given, weight, bias, 3, counter, renormalise=True, wide=wide)
         close = 1e-4 if dtype is torch.float32 else 5e-2
         torch.testing.assert_close(shares, wanted, rtol=close, atol=close)
         torch.testing.assert_close(logits.gather(1, ids.long()), logits.gather(1, wanted_ids), rtol=close, atol=close)
+        assert not counter.any()
 
 
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, -torch.inf])

@@ -19,11 +19,13 @@ from outrider.kernels.quantised import (  # noqa: E402
     Kind,
     Quantised,
     dense_reference,
+    gathered,
     is_packable,
     joined,
     pack_numbers,
     pack_words,
     quantise,
+    spread,
     unpack_words,
 )
 
@@ -124,6 +126,17 @@ def test_widened_at_once(kind: Kind, has_offset: bool, is_ordered: bool, shape: 
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(found, wanted)
+
+
+def test_bits_of_fp4_lie_where_a_mask_finds_them() -> None:
+    words = torch.arange(-(2**15), 2**15).to(torch.int16)
+    assert torch.equal(gathered(spread(words)), words)
+    bits = spread(words).int() & 0xFFFF
+    last = bits << 1 & 0x8000 | bits >> 5 & 0x0100 | bits >> 4 & 0x00C0
+    values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
+    for place, found in enumerate([bits & 0x81C0, bits << 3 & 0x81C0, bits << 6 & 0x81C0, last]):
+        wide = found.to(torch.int16).view(torch.bfloat16).float() * 2.0**126
+        assert torch.equal(wide, values[(words.int() >> 4 * place & 15).long()])
 
 
 @given(st.integers(1, 4), st.integers(1, 300), st.sampled_from([16, 32, 64]), st.sampled_from([2, 4]))

@@ -368,6 +368,8 @@ class Engine:
         """For a while another policy says how much is drafted, and perhaps another drafter drafts, which shares the
         cached layers of the engine's own."""
         assert not self.has_work, "the drafter of an engine at work cannot be changed"
+        for flight in self._flights:  # of requests that were aborted
+            self._hear(flight)
         before = self.drafting
         self.parts.drafting = before.having(policy, drafter or before.drafter)
         try:

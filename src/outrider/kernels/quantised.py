@@ -110,7 +110,8 @@ class QuantisedStack:
 
 
 def dense_reference(weight: Quantised, dtype: torch.dtype) -> Tensor:
-    numbers = _NUMBERS[weight.kind](unpack_words(weight.data, weight.kind.num_parts, weight.part))
+    words = gathered(weight.data) if weight.kind is Kind.FP4 else weight.data
+    numbers = _NUMBERS[weight.kind](unpack_words(words, weight.kind.num_parts, weight.part))
     group = torch.arange(weight.num_columns, device=numbers.device) // weight.group
     values = numbers[:, : weight.num_columns] * scales(weight).T[:, group]
     if weight.offset is not None:
@@ -151,6 +152,30 @@ def unpack_words(words: Tensor, num_parts: int, part: int) -> Tensor:
     runs = words.int().unflatten(-1, (-1, part))
     parts = [(runs >> (num_bits * index)) & (2**num_bits - 1) for index in range(num_parts)]
     return torch.stack(parts, -2).flatten(-3).to(torch.uint8)
+
+
+def spread(words: Tensor) -> Tensor:
+    """Words of four fp4 -> with a number's bits as far apart as a bfloat16's (sign, two of the exponent, one of the
+    mantissa), each three bits to the right of the one before, the last in what is left: a mask and a multiplication
+    widen most of them."""
+    sign, size = _fp4_parts(words)
+    last = sign[3] << 14 | (size[3] & 4) << 11 | (size[3] & 3) << 10
+    found = sign[0] << 15 | size[0] << 6 | sign[1] << 12 | size[1] << 3 | sign[2] << 9 | size[2] | last
+    return found.to(torch.int16)
+
+
+def gathered(words: Tensor) -> Tensor:
+    """What was spread()."""
+    bits = words.int()
+    sign = [bits >> place & 1 for place in (15, 12, 9, 14)]
+    size = [bits >> 6 & 7, bits >> 3 & 7, bits & 7, bits >> 11 & 4 | bits >> 10 & 3]
+    numbers = [(s << 3 | m) << 4 * place for place, (s, m) in enumerate(zip(sign, size, strict=True))]
+    return (numbers[0] | numbers[1] | numbers[2] | numbers[3]).to(torch.int16)
+
+
+def _fp4_parts(words: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    numbers = [words.int() >> 4 * place & 15 for place in range(4)]
+    return [number >> 3 for number in numbers], [number & 7 for number in numbers]
 
 
 def pack_exponents(exponents: Tensor) -> Tensor:
@@ -198,6 +223,7 @@ def pack_numbers(
     part = part_for(num_columns, group, kind)
     assert part is not None, (num_columns, group, kind)
     data = pack_words(numbers, kind.num_parts, part)
+    data = spread(data) if kind is Kind.FP4 else data
     offset = None if offset is None else offset.float().T.contiguous()
     packed = pack_exponents(scale) if scale.dtype == torch.uint8 else scale.float().T.contiguous()
     return Quantised(kind, data, packed, num_columns, group, offset, order)

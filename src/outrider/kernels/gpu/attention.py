@@ -19,6 +19,7 @@ from outrider.kernels.gpu import launch
 WANTED_PROGRAMS = 264  # enough to keep every multiprocessor busy
 LEAST_KEYS = 128  # that are worth a program of their own
 MAX_PARTS = 64
+EARLY = False  # whether it is launched before the one before it has ended: slower once, to be timed again
 BLOCK_BYTES = 65536  # of keys and values that a program reads at a time
 FEW_ROWS = 16  # of a request: a draft, or less; where others read prompts, such requests have a launch of their own
 LOG2_E = 1.4426950408889634  # scores are kept in units of log 2: powers of two are what a device computes
@@ -187,9 +188,12 @@ def _attend(
     GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr, HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
     SAME: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
+    WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program has a few rows of one request, with all query heads that share a key head, and every `parts`-th block
     of keys. Rows and heads are laid out as row * GROUP + head. SPLIT: blocks that all rows see are computed apart."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     item = items + tl.program_id(0) * ITEM
     request, first_row, num_rows = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     block, part, parts = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
@@ -264,8 +268,9 @@ def _attend(
         weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
         total = tl.zeros((BLOCK_M, BLOCK_VALUE), dtype=tl.float32)
         # as many at a time as registers hold, so that what one waits for, all wait for together
-        SIZE: tl.constexpr = BLOCK_M * BLOCK_VALUE
-        PIECE: tl.constexpr = 4 if SIZE <= 2048 else (2 if SIZE <= 4096 or BLOCK_M == 16 else 1)
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_VALUE // WARPS  # of a part, in numbers a warp
+        FEW: tl.constexpr = 2 if SIZE <= 1024 or BLOCK_M == 16 else 1
+        PIECE: tl.constexpr = 4 if SIZE <= 512 or (WARPS == 8 and SIZE <= 1024) else FEW
         for first in range(0, parts, PIECE):
             top, seen, other = _part(maxima, sums, partial, at, fits, first, parts, True, VALUE, BLOCK_VALUE)
             top1, seen1, other1, top2, seen2, other2, top3, seen3, other3 = (top, seen, other) * 3
@@ -355,7 +360,7 @@ def paged_attention(
         return out
     group = num_heads // num_kv_heads
     main, rest = _split(dim)
-    last_key, table = keys.last_key, keys.page_table
+    last_key, table, early = keys.last_key, keys.page_table, EARLY and launch.early(q)
 
     def run(form: Form) -> None:
         work = _work(keys, group, num_kv_heads, form, window, parts)
@@ -373,7 +378,8 @@ def paged_attention(
             SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
             SAME=k_pages.data_ptr() == v_pages.data_ptr() and value_dim == main,
             BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=form.block_m, BLOCK_N=form.block_n,
-            IEEE=q.dtype == torch.float32, num_warps=form.num_warps, num_stages=form.num_stages,
+            IEEE=q.dtype == torch.float32, WARPS=form.num_warps, EARLY=early, num_warps=form.num_warps,
+            num_stages=form.num_stages, **launch.options(early),
         )  # fmt: skip
 
     _side_by_side(run, _forms(keys, group, (dim, value_dim), q.element_size(), parts), q.device)
@@ -390,7 +396,10 @@ def _forms(keys: Keys, group: int, dims: tuple[int, int], num_bytes: int, parts:
     def form(rows: Span, block_m: int) -> Form:
         is_large = block_m >= 64  # smaller steps, more of them on their way: beside it there is room for another launch
         block_n = min(max(1 << ((whole // 2 if is_large else whole).bit_length() - 1), 32), most)
-        return Form(rows, block_m, block_n, 8 if block_m == 128 else 4, 3 if is_large else 2)
+        if dim > 256 and block_m == 16 and num_bytes == 2:
+            block_n = 64  # of latents, which are keys and values at once
+        is_wide = block_m == 128 or (dim >= 256 and not is_large)
+        return Form(rows, block_m, block_n, 8 if is_wide else 4, 3 if is_large else 2)
 
     if parts is not None:
         return [form(ANY, 16)]
@@ -445,7 +454,8 @@ def _list(keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, pa
     _list_work[(num_requests,)](
         keys.query_start, keys.indices, keys.indices if keys.last_key is None else keys.last_key, items,
         num_requests, num_items, wanted, 0 if parts is None else parts, least_rows, most_rows,
-        GROUP=group, BLOCK_M=block_m, WINDOW=window, HAS_LAST=keys.last_key is not None, LEAST=LEAST_KEYS,
+        GROUP=group, BLOCK_M=block_m, WINDOW=window, HAS_LAST=keys.last_key is not None,
+        LEAST=LEAST_KEYS if num_kv_heads > 1 else LEAST_KEYS // 2,
         MOST=MAX_PARTS, BLOCK_B=triton.next_power_of_2(num_requests), CHUNK=128, ITEM=ITEM, num_warps=1,
     )  # fmt: skip
     return WorkList(items, counters)

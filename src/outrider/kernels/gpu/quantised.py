@@ -61,7 +61,7 @@ def _dense(
     for part in tl.static_range(PARTS):
         place = word // PART * (PARTS * PART) + part * PART + word % PART
         fits = (word < num_words) & (place < inner)
-        number = (bits >> (16 // PARTS * part)) & (2 ** (16 // PARTS) - 1)
+        number = widen.number_of(bits, part, PARTS, KIND)
         at = place // GROUP * scale_stride + row
         value = widen.widened(number, KIND, tl.float32) * tl.load(scale + at, mask=fits, other=0.0).to(tl.float32)
         if HAS_OFFSET:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from outrider.kernels.gpu import launch
 from outrider.kernels.gpu.epilogue import beside, finish
-from outrider.kernels.gpu.launch import prefetch
 from outrider.kernels.gpu.sums import sums
 from outrider.kernels.gpu.widen import DENSE, NUMBERS
 from outrider.kernels.quantised import Kind
@@ -30,8 +29,6 @@ class Tile:
     block_n: int
     stages: int
     warps: int = 4
-    ahead: int = 0  # bytes of every weight row that are fetched before the input is there
-    begins: bool = False  # the next launch may begin with this one, and not after its last read
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # compiled once for any number
@@ -41,7 +38,7 @@ def _linear(
     KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_OFFSET: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IEEE: tl.constexpr, FAST: tl.constexpr, SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """data [N, width]: runs of PARTS * PART numbers, PART words each. GATED: its rows are gates, then ups."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -51,13 +48,6 @@ def _linear(
     near = tl.minimum(column, num_columns - 1)  # a column that does not exist is computed, and not stored
     up = tl.cast(num_columns, tl.int64) * width
     if EARLY:
-        if EARLY == 1:
-            tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD > 0:
-            ahead = data + near.to(tl.int64) * width
-            prefetch(ahead, AHEAD)
-            if GATED:
-                prefetch(ahead + up, AHEAD)
         tl.extra.cuda.gdc_wait()
     data_at = data + near.to(tl.int64)[None, :, None] * width + run[:, None, None] * PART + place[None, None, :]
     x_at = x + row.to(tl.int64)[None, None, :] * x_stride
@@ -76,7 +66,7 @@ def _linear(
         x_at, row_fits, data_at, up, scale_at, offset_at, x, 0.0, num_columns, run, inner, num_runs, scale_stride,
         KIND, PART, GROUP, EVEN, False, HAS_OFFSET, False, GATED, IEEE, FAST, SLICES, SLICES, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
-    if EARLY == 2:
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     total, second = tl.sum(total, 0), tl.sum(second, 0)
     if GROUP == 0 and HAS_SCALE:
@@ -118,8 +108,7 @@ def linear(
     num_runs = triton.cdiv(inner, run)
     tile = tile or tile_for(num_rows, num_columns, inner, num_parts, gated, exact, x.element_size())
     even = inner % (run * tile.slices) == 0
-    early = launch.early(x) and (1 if tile.begins else 2)
-    ahead = min(tile.ahead, data.stride(0) * 2)
+    early = launch.early(x)
     nothing = out if scale is None else scale
     _linear[(triton.cdiv(num_columns, tile.block_n), triton.cdiv(num_rows, tile.block_m))](
         x, data, nothing, nothing if offset is None else offset, out if bias is None else bias,
@@ -129,8 +118,7 @@ def linear(
         KIND=kind, PART=part, GROUP=group, EVEN=even, HAS_SCALE=scale is not None, HAS_OFFSET=offset is not None,
         GATED=int(gated), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, IEEE=x.dtype == torch.float32,
         FAST=x.is_cuda and x.dtype == torch.bfloat16, SLICES=tile.slices, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        STAGES=tile.stages, AHEAD=ahead if ahead % 16 == 0 else 0, EARLY=int(early), num_warps=tile.warps,
-        num_stages=tile.stages,
+        STAGES=tile.stages, EARLY=early, num_warps=tile.warps, num_stages=tile.stages,
         **launch.options(bool(early)),
     )  # fmt: skip
     return out

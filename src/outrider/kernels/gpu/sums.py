@@ -15,9 +15,9 @@ from outrider.kernels.quantised import Quantised, QuantisedStack
 
 @triton.jit
 def _power(words, NUMBER: tl.constexpr):
-    """The scale whose exponent is this byte of a word."""
-    byte = (words >> (8 * NUMBER)) & 255
-    return tl.where(byte == 0, 0x400000, byte << 23).to(tl.float32, bitcast=True)
+    """The scale whose exponent is this byte of a word; 2^-127, the smallest, counts as nothing."""
+    bits = words >> 1 if NUMBER == 3 else words << (23 - 8 * NUMBER)
+    return (bits & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -29,6 +29,18 @@ def widened(number, KIND: tl.constexpr, dtype: tl.constexpr):
     return value
 
 
+@triton.jit
+def number_of(bits, PART: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr):
+    """One of the numbers in words of 16 bits, as it was before it was packed."""
+    if KIND == 2 and PART == 3:
+        number = ((bits >> 11) & 12) | ((bits >> 10) & 3)
+    elif KIND == 2:
+        number = ((bits >> (12 - 3 * PART)) & 8) | ((bits >> (6 - 3 * PART)) & 7)
+    else:
+        number = (bits >> (16 // PARTS * PART)) & (2 ** (16 // PARTS) - 1)
+    return number
+
+
 def _asm(*lines: str) -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 t, u, v; " + " ".join(lines) + " }")
 
@@ -47,12 +59,13 @@ def _shifted(name: str, source: str, by: int) -> str:
 
 
 def _fp4() -> tl.constexpr:
-    """The sign to the top, exponent and mantissa to the end of the exponent; times 2^126."""
+    """Words that were spread(): a sign at the top, exponent and mantissa at the end of the exponent; times 2^126."""
     lines = ["mov.b32 v, 0x7e807e80;"]
-    for part in range(4):
-        lines += [_shifted("t", "$4", 6 - 4 * part), "and.b32 t, t, 0x01c001c0;", _shifted("u", "$4", 12 - 4 * part)]
-        lines += ["lop3.b32 t, u, 0x80008000, t, 0xea;", f"mul.rn.bf16x2 ${part}, t, v;"]
-    return _asm(*lines)
+    for part in range(3):
+        lines += [f"shl.b32 t, $4, {3 * part};", "and.b32 t, t, 0x81c081c0;", f"mul.rn.bf16x2 ${part}, t, v;"]
+    lines += ["shl.b32 t, $4, 1;", "and.b32 t, t, 0x80008000;", "shr.b32 u, $4, 5;"]
+    lines += ["lop3.b32 t, u, 0x01000100, t, 0xea;", "shr.b32 u, $4, 4;", "lop3.b32 t, u, 0x00c000c0, t, 0xea;"]
+    return _asm(*lines, "mul.rn.bf16x2 $3, t, v;")
 
 
 def _fp8() -> tl.constexpr:
@@ -76,10 +89,10 @@ def quarters(bits, KIND: tl.constexpr, dtype: tl.constexpr, FAST: tl.constexpr):
             ASM, "=r,=r,=r,=r,r", [bits], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2
         )
     else:
-        w0 = widened(bits & 15, KIND, dtype)
-        w1 = widened((bits >> 4) & 15, KIND, dtype)
-        w2 = widened((bits >> 8) & 15, KIND, dtype)
-        w3 = widened((bits >> 12) & 15, KIND, dtype)
+        w0 = widened(number_of(bits, 0, 4, KIND), KIND, dtype)
+        w1 = widened(number_of(bits, 1, 4, KIND), KIND, dtype)
+        w2 = widened(number_of(bits, 2, 4, KIND), KIND, dtype)
+        w3 = widened(number_of(bits, 3, 4, KIND), KIND, dtype)
     return w0, w1, w2, w3
 
 
@@ -89,8 +102,8 @@ def halves(bits, KIND: tl.constexpr, dtype: tl.constexpr, FAST: tl.constexpr):
     if FAST and KIND == 4:
         w0, w1 = tl.inline_asm_elementwise(FP8_ASM, "=r,=r,r", [bits], (tl.bfloat16, tl.bfloat16), True, 2)
     else:
-        w0 = widened(bits & 255, KIND, dtype)
-        w1 = widened((bits >> 8) & 255, KIND, dtype)
+        w0 = widened(number_of(bits, 0, 2, KIND), KIND, dtype)
+        w1 = widened(number_of(bits, 1, 2, KIND), KIND, dtype)
     return w0, w1
 
 
