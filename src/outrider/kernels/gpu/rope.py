@@ -95,10 +95,11 @@ def _rope_write(
         tl.store(at + rest[None, :], third.to(kind), mask=stays)
     else:  # pages may hold fewer bits
         stored: tl.constexpr = k_pages.dtype.element_ty
-        at = k_pages + tl.load(locations + row) * key_row + head * key_head
-        tl.store(at + turning[None, :], _stored(first, key_inverse, stored), mask=turns)
-        tl.store(at + half + turning[None, :], _stored(second, key_inverse, stored), mask=turns)
-        tl.store(at + rest[None, :], _stored(third.to(kind), key_inverse, stored), mask=stays)
+        # a name of its own: what it points to may be of another type
+        page_at = k_pages + tl.load(locations + row) * key_row + head * key_head
+        tl.store(page_at + turning[None, :], _stored(first, key_inverse, stored), mask=turns)
+        tl.store(page_at + half + turning[None, :], _stored(second, key_inverse, stored), mask=turns)
+        tl.store(page_at + rest[None, :], _stored(third.to(kind), key_inverse, stored), mask=stays)
 
 
 @triton.jit
