@@ -1,5 +1,6 @@
-"""Triton's interpreter, faster and the same in its results: most of its time goes into describing types anew for every
-operation of every program, and none of it into numbers."""
+"""Triton's interpreter, faster and stricter. Most of its time goes into describing types anew for every operation of
+every program, and none of it into numbers. And it reads and writes wherever a pointer points to: here only where the
+kernel's arguments are."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ class Scope:
 def speed_up() -> None:
     patch_once_a_kernel()
     describe_types_once()
+    stay_inside()
     builder = interpreter.interpreter_builder
     # sums are made a second time in 64 bits, and what they show is looked at in debug mode alone
     assert not builder.options.debug
@@ -113,3 +115,43 @@ def describe_types_once() -> None:
     core.tensor.__init__ = hold
     interpreter._get_np_dtype = known_numpy_type
     TritonSemantic.broadcast_impl_value = broadcast
+
+
+def stay_inside() -> None:
+    """An error where a kernel touches memory that belongs to none of its arguments; on a GPU that is an illegal access,
+    or somebody else's numbers. Storages count as a whole: a view of one may be left."""
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    begin, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+    add = builder.create_atomic_rmw
+    storages: dict[str, Any] = {}
+
+    def begun(self: Any, args: Any, kwargs: Any) -> Any:
+        found = begin(self, args, kwargs)
+        held = {each.untyped_storage() for each in [*found[0], *found[1].values()] if hasattr(each, "untyped_storage")}
+        spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes()) for each in held)
+        storages["kernel"] = self.fn.__name__
+        storages["begin"], storages["end"] = np.array(spans or [(0, 0)], dtype=np.uint64).T
+        return found
+
+    def check(pointers: Any, mask: Any) -> None:
+        at, size = pointers.data, max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        number = np.maximum(np.searchsorted(storages["begin"], at, side="right"), 1) - 1
+        inside = (at >= storages["begin"][number]) & (at + np.uint64(size) <= storages["end"][number])
+        if not (inside | ~mask.data.astype(bool)).all():
+            raise IndexError(f"{storages['kernel']} touches memory outside its arguments")
+
+    def checked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        check(pointers, mask)
+        return load(self, pointers, mask, *others)
+
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *others)
+
+    def checked_add(self: Any, kind: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        check(pointers, mask)
+        return add(self, kind, pointers, value, mask, *others)
+
+    executor._init_args_hst = begun
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+    builder.create_atomic_rmw = checked_add

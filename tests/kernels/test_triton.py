@@ -11,7 +11,8 @@ import torch
 CUDA = torch.cuda.is_available()
 pytest.importorskip("triton")
 
-from outrider.kernels import activation, attention, linear, norm, penalties, rope, sampling  # noqa: E402
+from outrider.drafters import parallel  # noqa: E402
+from outrider.kernels import activation, attention, dispatch, linear, norm, penalties, rope, sampling  # noqa: E402
 from outrider.kernels.gpu import activation as gpu_activation  # noqa: E402
 from outrider.kernels.gpu import attention as gpu_attention  # noqa: E402
 from outrider.kernels.gpu import filter as gpu_filter  # noqa: E402
@@ -331,6 +332,31 @@ def test_choose(greedy: bool, reduced: bool) -> None:
     wanted = best if ids is None else ids[best]
     found = gpu_sampling.choose(logits, temperature, seeds, requests, positions, ids, greedy=greedy, least=1e-5)
     assert found.tolist() == wanted.tolist()
+
+
+@torch.inference_mode()
+def test_all_rows_of_one_request_have_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request's slot, spread over the rows of its draft, is a view without any length."""
+    table = torch.tensor([[2], [0], [1], [0]], device=DEVICE)  # what lies behind the slot is none
+    step = SimpleNamespace(
+        batch=SimpleNamespace(slots=table[0]),
+        depth=5,
+        emits=torch.tensor([True], device=DEVICE),
+        sampling=SimpleNamespace(
+            extra={}, greedy=False, filtered=False,
+            temperature=torch.tensor([0.0, 0.0, 3.0], device=DEVICE), seed=torch.tensor([1, 2, 3], device=DEVICE),
+        ),
+        state=SimpleNamespace(lengths=torch.tensor([0, 0, 7], device=DEVICE)),
+    )  # fmt: skip
+    logits = random(5, 50)
+    found = []
+    for home in (False, True):
+        monkeypatch.setattr(dispatch, "is_home", lambda x, home=home: home)
+        found.append(parallel.draft_at_once(step, 6, logits).tokens.tolist())
+    assert found[0] == found[1]
+    assert found[0][0][:5] != logits.argmax(-1).tolist(), "nothing was drawn"
+    rows = table[0][:, None].expand(-1, 5).flatten()
+    assert sampling.choose(logits, step.sampling, rows, torch.arange(7, 12, device=DEVICE)).tolist() == found[0][0][:5]
 
 
 WIDE = 9000  # three programs to a row; interpreted, each takes a third of a second

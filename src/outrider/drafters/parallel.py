@@ -46,7 +46,7 @@ def draft_rows(extension: Extension, step: Step) -> Tensor:
 def draft_at_once(step: Step, lookahead: int, logits: Tensor, ids: Tensor | None = None) -> Draft:
     """All draft tokens from their logits [B * depth, V], with the target's own noise. `ids` as in draft_chain()."""
     slots, depth = step.batch.slots, step.depth
-    row_slots = slots[:, None].expand(-1, depth).flatten()
+    row_slots = slots.repeat_interleave(depth)
     places = (step.state.lengths[slots][:, None] + torch.arange(depth, device=slots.device)).flatten()
     chosen = choose(logits, step.sampling, row_slots, places, ids)
     tokens = torch.zeros(len(slots), lookahead, dtype=torch.long, device=slots.device)

@@ -129,6 +129,7 @@ def _choose_triton(logits: Tensor, sampling: Sampling, rows: Tensor, positions: 
     from outrider.kernels.gpu import filter as gpu_filter
     from outrider.kernels.gpu import sampling as gpu
 
+    rows, positions = rows.contiguous(), positions.contiguous()  # kernels count on it
     cut = None
     if sampling.filtered and not sampling.greedy:
         filters = sampling.top_k, sampling.top_p, sampling.min_p
