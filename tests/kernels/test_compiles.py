@@ -1,0 +1,57 @@
+"""Kernels as a GPU's compiler sees them: an interpreter does not mind that a name has one type in one branch, and
+another in the other. Nothing is run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.backends.nvidia")
+CODE = """
+import sys
+import torch
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from outrider.kernels.gpu import attention, rope
+
+NUMBERS = {"scale", "softcap", "value_scale", "eps", "offset", "v_eps", "v_offset", "key_inverse", "value_inverse"}
+POINTERS = {"q", "k", "v", "out", "sinks", "q_weight", "k_weight", "v_weight", "k_pages", "v_pages"}
+POINTERS = dict.fromkeys(POINTERS, "*bf16") | dict.fromkeys(("cos", "sin", "partial", "maxima", "sums"), "*fp32")
+POINTERS |= dict.fromkeys(("items", "counters", "page_table"), "*i32")
+POINTERS |= dict.fromkeys(("locations", "indices", "last_keys"), "*i64")
+KERNELS = {
+    rope._rope_write: dict(
+        NORM=True, WIDE=False, V_NORM=False, V_WIDE=False, HEADS=2, BLOCK_HALF=16, BLOCK_REST=16, BLOCK_VALUE=32,
+        EARLY=True,
+    ),
+    attention._attend: dict(
+        PAGE=16, WIDE=False, ITEM=attention.ITEM, SPLIT=True, GROUP=4, WINDOW=0, HAS_LAST=False, HAS_SINKS=True,
+        SOFTCAP=False, DIM=64, MAIN=64, REST=0, VALUE=64, SAME=False, BLOCK_VALUE=64, BLOCK_M=64, BLOCK_N=32,
+        IEEE=False, WARPS=4,
+    ),
+}
+pages = sys.argv[1]
+for kernel, constants in KERNELS.items():
+    types = POINTERS | {"k_pages": f"*{pages}", "v_pages": f"*{pages}"} | dict.fromkeys(NUMBERS, "fp32")
+    names = kernel.arg_names
+    constants |= {name: False for name in names if name.isupper() and name not in constants}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    compile(ASTSource(kernel, signature, constexprs=values), target=GPUTarget("cuda", 90, 32))
+    print(kernel.__name__)
+"""
+
+
+@pytest.mark.parametrize("pages", ["bf16", "fp8e4nv"])
+def test_pages_of_any_type_compile(pages: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-c", CODE, pages], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.split() == ["_rope_write", "_attend"]
