@@ -52,11 +52,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything runs on Triton's kernels, as on a GPU, interpreted where there is none."""
     from outrider.engine import graphs
     from outrider.kernels import dispatch
-    from outrider.kernels.gpu import attention
+    from outrider.kernels.gpu import attention_work
 
     monkeypatch.setattr(dispatch.native, "library", lambda: None)
     monkeypatch.setattr(dispatch, "is_home", lambda x: True)
-    monkeypatch.setattr(attention, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
+    monkeypatch.setattr(attention_work, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
     monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))  # nor for rows that only fill up
 
 

@@ -13,7 +13,7 @@ from samples import Oracle, drafter_settings, guide
 from outrider import LLM, SamplingParams
 from outrider.engine import graphs
 from outrider.kernels import dispatch
-from outrider.kernels.gpu import attention
+from outrider.kernels.gpu import attention_work
 from outrider.layers import norm
 from outrider.llm import total_speculation
 
@@ -47,7 +47,7 @@ def test_models_on_interpreted_kernels(
     monkeypatch.setattr(Oracle, "taps", (1, 2))
     monkeypatch.setattr(dispatch.native, "library", lambda: None)
     monkeypatch.setattr(dispatch, "is_home", lambda x: True)
-    monkeypatch.setattr(attention, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
+    monkeypatch.setattr(attention_work, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
     monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))  # nor for rows that only fill up
     if family in ("llama", "deepseek_v3"):
         monkeypatch.setattr(norm, "FEW_ROWS", 8)  # products norm their own rows

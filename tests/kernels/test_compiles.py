@@ -17,7 +17,7 @@ import torch
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from outrider.kernels.gpu import attention, rope
+from outrider.kernels.gpu import attention, attention_work, rope
 
 NUMBERS = {"scale", "softcap", "value_scale", "eps", "offset", "v_eps", "v_offset", "key_inverse", "value_inverse"}
 POINTERS = {"q", "k", "v", "out", "sinks", "q_weight", "k_weight", "v_weight", "k_pages", "v_pages"}
@@ -30,7 +30,7 @@ KERNELS = {
         EARLY=True,
     ),
     attention._attend: dict(
-        PAGE=16, WIDE=False, ITEM=attention.ITEM, SPLIT=True, GROUP=4, WINDOW=0, HAS_LAST=False, HAS_SINKS=True,
+        PAGE=16, WIDE=False, ITEM=attention_work.ITEM, SPLIT=True, GROUP=4, WINDOW=0, HAS_LAST=False, HAS_SINKS=True,
         SOFTCAP=False, DIM=64, MAIN=64, REST=0, VALUE=64, SAME=False, BLOCK_VALUE=64, BLOCK_M=64, BLOCK_N=32,
         IEEE=False, WARPS=4,
     ),

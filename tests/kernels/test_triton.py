@@ -15,8 +15,8 @@ from outrider.drafters import parallel  # noqa: E402
 from outrider.kernels import activation, attention, dispatch, linear, norm, penalties, rope, sampling  # noqa: E402
 from outrider.kernels.gpu import activation as gpu_activation  # noqa: E402
 from outrider.kernels.gpu import attention as gpu_attention  # noqa: E402
+from outrider.kernels.gpu import attention_work, gates  # noqa: E402
 from outrider.kernels.gpu import filter as gpu_filter  # noqa: E402
-from outrider.kernels.gpu import gates  # noqa: E402
 from outrider.kernels.gpu import linear as gpu_linear  # noqa: E402
 from outrider.kernels.gpu import norm as gpu_norm  # noqa: E402
 from outrider.kernels.gpu import penalties as gpu_penalties  # noqa: E402
@@ -110,8 +110,8 @@ def test_attention(
     check(found, wanted, dtype)
 
 
-def keys_of(batch: Batch, last_key: torch.Tensor | None = None) -> gpu_attention.Keys:
-    return gpu_attention.Keys(
+def keys_of(batch: Batch, last_key: torch.Tensor | None = None) -> attention_work.Keys:
+    return attention_work.Keys(
         batch.page_table,
         batch.query_start,
         batch.indices,
@@ -128,8 +128,8 @@ def keys_of(batch: Batch, last_key: torch.Tensor | None = None) -> gpu_attention
 def test_attention_shares_out_work(wanted: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, drafts, a single row after a long text, empty seats and rows that only fill up, in one pass; several
     layers share the list. Every row is in the list as often as its keys have parts, once each."""
-    monkeypatch.setattr(gpu_attention, "WANTED_PROGRAMS", wanted)
-    monkeypatch.setattr(gpu_attention, "LEAST_KEYS", 16)
+    monkeypatch.setattr(attention_work, "WANTED_PROGRAMS", wanted)
+    monkeypatch.setattr(attention_work, "LEAST_KEYS", 16)
     rows, filling = [40, 3, 0, 1, 0], 5
     batch = batch_of(rows, [7, 30, 1, 150, 1], 4, torch.float32)
     total = sum(rows)
@@ -179,7 +179,7 @@ def test_pages_of_eight_bits_are_scaled() -> None:
     assert float(expected.abs().max()) > 1e4
 
 
-def parts_of(work: gpu_attention.WorkList) -> dict[tuple[int, int], int]:
+def parts_of(work: attention_work.WorkList) -> dict[tuple[int, int], int]:
     """Of each request and block of its rows, in how many parts its keys are read."""
     items = [item for item in work.items.tolist() if item[0] >= 0]
     blocks = {(request, block): parts for request, _, _, block, _, parts, *_ in items}

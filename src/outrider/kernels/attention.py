@@ -84,8 +84,9 @@ def paged_attention(
         )
     if use_triton(q):
         from outrider.kernels.gpu import attention as gpu
+        from outrider.kernels.gpu.attention_work import Keys
 
-        keys = gpu.Keys(
+        keys = Keys(
             page_table=batch.page_table,
             query_start=batch.query_start,
             indices=batch.indices,

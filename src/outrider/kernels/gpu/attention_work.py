@@ -1,0 +1,142 @@
+"""How attention's work is shared out: a list of a few rows of one request, with some of its keys, that the device makes
+itself, once for all layers that are alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.kernels.gpu import launch
+
+WANTED_PROGRAMS = 264  # enough to keep every multiprocessor busy
+LEAST_KEYS = 128  # that are worth a program of their own
+MAX_PARTS = 64
+# numbers of an item of work: request (-1: there is none), its first row, number of rows, block of rows, part, number of
+# parts, where the first part is kept, and which counter counts them
+ITEM = 8
+
+
+@launch.jit_for_any_size
+def _list_work(
+    query_start, indices, last_keys, items, num_requests, num_items, wanted, exact_parts, least_rows, most_rows,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK_B: tl.constexpr, CHUNK: tl.constexpr, ITEM: tl.constexpr,
+):  # fmt: skip
+    """Program n writes the items of request n: all its blocks of rows, each with as many parts as its keys are worth.
+    The last block comes first: it sees the most keys, and what begins last should not take longest. The last program
+    also marks what is left of the list as empty. Requests with fewer or more rows are left out."""
+    number = tl.program_id(0)
+    seat = tl.arange(0, BLOCK_B)
+    exists = seat < num_requests
+    begin = tl.load(query_start + seat, mask=exists, other=0)
+    rows = tl.load(query_start + seat + 1, mask=exists, other=0) - begin
+    some = (rows >= least_rows) & (rows <= most_rows)
+    newest = begin + rows - 1
+    end = tl.load(indices + newest, mask=some, other=-1) + 1
+    if HAS_LAST:
+        end = tl.maximum(end, tl.load(last_keys + newest, mask=some, other=-1) + 1)
+    keys = end.to(tl.int32)
+    if WINDOW > 0:
+        keys = tl.minimum(keys, WINDOW + rows)
+    blocks = tl.where(some, (rows * GROUP + BLOCK_M - 1) // BLOCK_M, 0)
+    if exact_parts > 0:
+        parts = tl.full((BLOCK_B,), exact_parts, dtype=tl.int32)
+    else:
+        share = tl.maximum(tl.cdiv(tl.sum(blocks.to(tl.int64) * keys), wanted), LEAST).to(tl.int32)
+        parts = tl.minimum(tl.maximum((keys + share // 2) // share, 1), MOST)
+    count = blocks * parts
+    mine = seat == number
+    first = tl.sum(tl.where(seat < number, count, 0))
+    first_block = tl.sum(tl.where(seat < number, blocks, 0))
+    own_parts = tl.sum(tl.where(mine, parts, 0))
+    own_count = tl.sum(tl.where(mine, count, 0))
+    own_blocks = tl.sum(tl.where(mine, blocks, 0))
+    own_begin, own_rows = tl.sum(tl.where(mine, begin, 0)), tl.sum(tl.where(mine, rows, 0))
+    for shift in range(0, own_count, CHUNK):
+        place = shift + tl.arange(0, CHUNK)
+        block = place // own_parts
+        at = items + (first + place) * ITEM
+        fits = place < own_count
+        tl.store(at, number + place * 0, mask=fits)
+        tl.store(at + 1, own_begin + place * 0, mask=fits)
+        tl.store(at + 2, own_rows + place * 0, mask=fits)
+        tl.store(at + 3, own_blocks - 1 - block, mask=fits)
+        tl.store(at + 4, place % own_parts, mask=fits)
+        tl.store(at + 5, own_parts + place * 0, mask=fits)
+        tl.store(at + 6, first + block * own_parts, mask=fits)
+        tl.store(at + 7, first_block + block, mask=fits)
+    if number == num_requests - 1:
+        for shift in range(first + own_count, num_items, CHUNK):
+            place = shift + tl.arange(0, CHUNK)
+            tl.store(items + place * ITEM, place * 0 - 1, mask=place < num_items)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Which keys each row sees: how a batch says it, without the rest of the batch."""
+
+    page_table: Tensor  # [B, M] int32
+    query_start: Tensor  # [B + 1] int32
+    indices: Tensor  # [T]
+    last_key: Tensor | None  # [T]
+    first_key: int
+    page_size: int
+    max_rows: int
+    memo: dict[Any, Any]  # layers whose work is shared out alike share the list
+
+
+Span = tuple[int, int]  # from so many rows to so many
+ANY: Span = (1, 2**31 - 1)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A launch: for requests with how many rows, and what a program of it works on at a time."""
+
+    rows: Span
+    block_m: int  # lanes: rows times heads
+    block_n: int  # keys
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class WorkList:
+    items: Tensor  # [W, ITEM] int32
+    counters: Tensor  # of parts that are finished, by block of rows and key head; 0 before and after every launch
+
+
+def work_for(keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, parts: int | None) -> WorkList:
+    """The list for rows and layers like these, made once for a pass."""
+    name = ("attention work", group, num_kv_heads, form.block_m, window, parts, form.rows, keys.last_key is None)
+    found = keys.memo.get(name)
+    if found is None:
+        found = keys.memo[name] = _list(keys, group, num_kv_heads, form, window, parts)
+    return found
+
+
+def _list(keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, parts: int | None) -> WorkList:
+    block_m, rows = form.block_m, form.rows
+    num_requests, num_rows = len(keys.query_start) - 1, len(keys.indices)
+    least_rows, most_rows = rows[0], min(rows[1], keys.max_rows)
+    # a request has at most one block that is not full, and no more than for the most rows that any has
+    num_listed = min(num_requests, num_rows // least_rows)
+    num_blocks = min(num_rows * group // block_m + num_listed, num_listed * triton.cdiv(most_rows * group, block_m))
+    wanted = triton.cdiv(WANTED_PROGRAMS, num_kv_heads)
+    num_items = num_blocks + wanted if parts is None else num_blocks * parts
+    device = keys.query_start.device
+    items = torch.empty(num_items, ITEM, dtype=torch.int32, device=device)
+    counters = torch.zeros(num_blocks * num_kv_heads, dtype=torch.int32, device=device)
+    _list_work[(num_requests,)](
+        keys.query_start, keys.indices, keys.indices if keys.last_key is None else keys.last_key, items,
+        num_requests, num_items, wanted, 0 if parts is None else parts, least_rows, most_rows,
+        GROUP=group, BLOCK_M=block_m, WINDOW=window, HAS_LAST=keys.last_key is not None,
+        LEAST=LEAST_KEYS if num_kv_heads > 1 else LEAST_KEYS // 2,
+        MOST=MAX_PARTS, BLOCK_B=triton.next_power_of_2(num_requests), CHUNK=128, ITEM=ITEM, num_warps=1,
+    )  # fmt: skip
+    return WorkList(items, counters)
