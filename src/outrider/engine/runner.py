@@ -30,6 +30,7 @@ def exact_shape(plan: Sequence[Work], depth: int, *, rests: bool = False) -> Rou
         max_len=max(work.end for work in plan),
         rests=rests,
         misses=any(work.request.is_followed for work in plan),
+        judges_all=all(work.is_round for work in plan),
     )
 
 
@@ -120,6 +121,8 @@ class Runner:
             num_drafts=layout.num_drafts,
             emits=layout.emits,
             judged=layout.judged,
+            judged_slots=layout.judged_slots,
+            judged_next=layout.judged_next,
             judged_start=layout.judged_start,
             sampling=sampling,
             state=state,
