@@ -100,6 +100,7 @@ class SlotState:
     last_key: Tensor | None = None  # [S, W] the last index a row sees, where that may be after it: within images
     feature_rows: Tensor | None = None  # [S, W] which of the features stands for a token, -1: none
     features: Tensor | None = None  # [F, L, H] of the images of all running requests
+    recurrent: bool = False  # some layers have states that every token changes
 
     @property
     def null_slot(self) -> int:

@@ -14,7 +14,7 @@ SMALL = RoundShape(2, 6, 6, 2, 2, 3, 40)
 
 def make() -> Buffers:
     shape = CacheShape(num_pages=8, page_size=8, num_slots=5, max_len=40, num_taps=2, hidden_size=6, lookahead=2)
-    return Buffers(Cache(shape, [], torch.device("cpu"), torch.float32), 70, LARGEST, has_drafter=True)
+    return Buffers(Cache(shape, [], torch.device("cpu"), torch.float32), 70, LARGEST, keeps_last=True)
 
 
 def test_what_grammars_say_is_about_one_round() -> None:

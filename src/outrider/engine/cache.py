@@ -14,6 +14,7 @@ from outrider.engine.snapshots import WantedSnapshots
 from outrider.engine.upload import upload
 from outrider.host_memory import zeros
 from outrider.kernels.round import keep_taps
+from outrider.kernels.take import take_rows
 from outrider.layers.cached import CachedLayer, RecurrentLayer, cached_layers, recurrent_layers
 from outrider.types import NULL_PAGE, CacheSpec, Hidden, Images, Latent, Recurrent, SlotState, Step, Verdict
 
@@ -80,6 +81,7 @@ class Cache:
             draft_count=draft_count,
             kept_state=kept_state,
             wanted=self._counts[5:].view(2, num_wanted, shape.num_slots) if num_wanted else None,
+            recurrent=bool(self.recurrent),
         )
         if shape.num_axes > 1:
             width = self.state.tokens.shape[1]
@@ -199,7 +201,7 @@ class Cache:
     def keep_taps(self, step: Step, hidden: Hidden, verdict: Verdict) -> None:
         """Those that later rounds need; `hidden` is given those that were kept before."""
         if self.shape.num_taps:
-            hidden.carry = self.carry[step.batch.slots]
+            hidden.carry = take_rows(self.carry, step.batch.slots)
             keep_taps(step, hidden.taps, hidden.carry, verdict, (self.carry, self.tails))
 
     def miss(self, step: Step, hidden: Hidden) -> None:

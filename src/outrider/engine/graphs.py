@@ -84,7 +84,7 @@ class Graphs:
         largest = RoundShape(max_num_seats, rows, judged, lookahead, lookahead, rows, max_len)
         self._lookahead, self._max_len = lookahead, max_len
         self._has_drafter = parts.drafting.drafter is not None
-        self.buffers = Buffers(runner.cache, runner.vocab_size, largest, has_drafter=self._has_drafter)
+        self.buffers = Buffers(runner.cache, runner.vocab_size, largest, keeps_last=parts.drafting.reads_last)
         self.mailbox = Mailbox(runner.device, max_num_seats, NUM_COUNTS + 1 + 2 * lookahead)
         self._recordings: dict[GraphKey, Recording] = {}
         self._keys: dict[tuple[RoundShape, Flags], Keys] = {}

@@ -53,7 +53,7 @@ class Round:
         """`out`: where to put what it computes, as far as the other parts need it."""
         hidden = self.target(step.batch, self.drafting.taps(step.shape), out.hidden.taps if out is not None else None)
         logits = self.target.own_logits(self.judged_of(hidden, step), out.logits if out is not None else None)
-        if out is not None and self.drafting.drafter is not None:
+        if out is not None and self.drafting.reads_last:
             out.hidden.last.copy_(hidden.last)
         return Pass(hidden, logits)
 

@@ -259,9 +259,9 @@ class Catching:
         return 1 + self.back + self.extra
 
 
-def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor]:
-    """One row for every token of the pass and `more` of every request: cache indices start - back ..., and which of
-    them is each request's newest token [B]."""
+def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor, Tensor]:
+    """One row for every token of the pass and `more` of every request: cache indices start - back ..., those of the
+    tokens `lag` places before, and which row is each request's newest token [B]."""
     if use_triton(step.starts):
         from outrider.kernels.gpu import round as gpu
 
@@ -270,11 +270,15 @@ def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor]:
         *rows, last = native_round.extension_rows(
             step, catching.more, first_key=catching.first_key, back=catching.back, extra=catching.extra
         )
-        return Rows(*rows), last
+        return Rows(*rows), _lagging(rows[2], catching.lag), last
     return extension_rows_reference(step, catching)
 
 
-def extension_rows_reference(step: Step, catching: Catching) -> tuple[Rows, Tensor]:
+def _lagging(indices: Tensor, lag: int) -> Tensor:
+    return (indices - lag).clamp(min=0) if lag else indices
+
+
+def extension_rows_reference(step: Step, catching: Catching) -> tuple[Rows, Tensor, Tensor]:
     batch, state, back, more = step.batch, step.state, catching.back, catching.more
     num_requests = len(batch.slots)
     query_start = batch.query_start.long() + more * torch.arange(num_requests + 1, device=batch.slots.device)
@@ -294,7 +298,8 @@ def extension_rows_reference(step: Step, catching: Catching) -> tuple[Rows, Tens
         row_slots=row_slots,
         locations=torch.where(known, page, NULL_PAGE) * batch.page_size + indices % batch.page_size,
     )
-    return rows, query_start[:-1] + back + torch.minimum(lengths - 1 - step.starts, step.num_rows)
+    last = query_start[:-1] + back + torch.minimum(lengths - 1 - step.starts, step.num_rows)
+    return rows, _lagging(indices, catching.lag), last
 
 
 def shift_taps(step: Step, taps: Tensor, carried: Tensor, rows: Batch, back: int) -> Tensor:
@@ -317,21 +322,6 @@ def shift_taps_reference(step: Step, taps: Tensor, carried: Tensor, rows: Batch,
     before = torch.minimum(offset - back - 1, step.num_rows[request] - 1)  # row of the target's pass
     own = num_requests * count + step.batch.query_start[request].long() + before
     return source[torch.where(before < 0, request * count + count + before, own)]
-
-
-def rows_ahead(step: Step, depth: int) -> tuple[Tensor, Tensor]:
-    """Cache indices of `depth` places from each request's newest token on, and where they are written, [depth, B]."""
-    if use_native_round(step.starts):
-        return native_round.rows_ahead(step, depth)
-    return rows_ahead_reference(step, depth)
-
-
-def rows_ahead_reference(step: Step, depth: int) -> tuple[Tensor, Tensor]:
-    batch = step.batch
-    request = torch.arange(len(batch.slots), device=batch.slots.device)
-    indices = step.state.lengths[batch.slots] - 1 + torch.arange(depth, device=request.device)[:, None]
-    page = batch.page_table[request, indices // batch.page_size].long()
-    return indices, torch.where(step.emits, page, NULL_PAGE) * batch.page_size + indices % batch.page_size
 
 
 def with_forced(step: Step, verdict: Verdict, draft: Draft) -> Draft:

@@ -244,8 +244,8 @@ def keep_taps(step: Step, taps: Tensor, carried: Tensor, verdict: Verdict, kept:
 @launch.jit_for_any_size
 def _extension_rows(
     slots, starts, num_rows, old_start, lengths, tokens, page_table,
-    new_start, requests, row_slots, indices, input_ids, locations, last,
-    tokens_row, table_row, page_size, num_requests, total, last_index, null_slot, first_key, back, extra,
+    new_start, requests, row_slots, indices, positions, input_ids, locations, last,
+    tokens_row, table_row, page_size, num_requests, total, last_index, null_slot, first_key, lag, back, extra,
     ROWS: tl.constexpr, BLOCK_B: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _begin(EARLY)
@@ -274,25 +274,27 @@ def _extension_rows(
     tl.store(requests + at, owner.to(tl.int64), mask=fits)
     tl.store(row_slots + at, slot, mask=fits)
     tl.store(indices + at, index, mask=fits)
+    tl.store(positions + at, tl.maximum(index - lag, 0), mask=fits)
     tl.store(input_ids + at, tl.load(tokens + slot * tokens_row + index, mask=fits, other=0), mask=fits)
     tl.store(locations + at, page * page_size + index % page_size, mask=fits)
 
 
-def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor]:
+def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor, Tensor]:
     batch, state, early = step.batch, step.state, launch.early(step.starts)
     num_requests = len(batch.slots)
     total = len(batch.input_ids) + catching.more * num_requests
-    rows, last = _new_rows(batch.slots, total), torch.empty_like(batch.slots)
+    rows, positions, last = _new_rows(batch.slots, total), batch.slots.new_empty(total), torch.empty_like(batch.slots)
     block_b = triton.next_power_of_2(num_requests)
     block = _rows_per_program(block_b)
     _extension_rows[(triton.cdiv(total, block),)](
         batch.slots, step.starts, step.num_rows, batch.query_start, state.lengths, state.tokens, batch.page_table,
-        rows.query_start, rows.request, rows.row_slots, rows.indices, rows.input_ids, rows.locations, last,
-        state.tokens.stride(0), batch.page_table.stride(0), batch.page_size, num_requests, total,
-        state.tokens.shape[1] - 1, state.null_slot, catching.first_key, catching.back, catching.extra,
+        rows.query_start, rows.request, rows.row_slots, rows.indices, positions, rows.input_ids, rows.locations,
+        last, state.tokens.stride(0), batch.page_table.stride(0), batch.page_size, num_requests, total,
+        state.tokens.shape[1] - 1, state.null_slot, catching.first_key, catching.lag, catching.back,
+        catching.extra,
         ROWS=block, BLOCK_B=block_b, EARLY=early, num_warps=4, **launch.options(early),
     )  # fmt: skip
-    return rows, last
+    return rows, positions, last
 
 
 @triton.jit(do_not_specialize=["num_carried", "back"])
