@@ -23,6 +23,7 @@ from outrider.registry import Registry
 from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Recurrence, Resolved, Step, Verdict, Weight
 
 drafters: Registry[type[Drafter]] = Registry("speculative method", "outrider.drafters")
+LAST_ROWS = "single rows"  # in a pass's memo: those that were made last
 
 
 class Sureness(IntEnum):
@@ -215,8 +216,8 @@ def shifted(hidden: Hidden, extension: Extension, step: Step) -> Tensor:
 def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag: int = 0) -> Batch:
     """One row per request, `ahead` places after the newest committed token."""
     batch = step.batch
-    rows = _rows_ahead(step, lag)
-    return replace(
+    rows, before = _rows_ahead(step, lag), batch.memo.get(LAST_ROWS)
+    made = batch.memo[LAST_ROWS] = replace(
         rows,
         input_ids=tokens,
         positions=rows.positions[ahead],
@@ -227,8 +228,14 @@ def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag:
         last_key=None,
         features=None,
         recurrence=_kept_ahead(rows, ahead) if step.state.recurrent else None,
-        memo={},
+        # a key more or less does not change how attention's work is shared out among programs
+        memo={} if before is None else {name: each for name, each in before.memo.items() if _is_work(name)},
     )
+    return made
+
+
+def _is_work(name: object) -> bool:
+    return isinstance(name, tuple) and name[0] == "attention work"  # kernels/gpu/attention_work.py
 
 
 def chain_rows(step: Step, first_key: int = 0, lag: int = 0) -> Batch:
