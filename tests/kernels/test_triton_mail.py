@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from test_triton import DEVICE
@@ -24,18 +26,28 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "use_triton", lambda x: False)
 
 
+def new_pages() -> torch.Tensor:
+    return torch.zeros(9, 20, dtype=torch.int32, device=DEVICE)
+
+
 @pytest.mark.parametrize("take", [gpu_mail.take_seats, mail.take_seats_reference])
 def test_every_round_finds_its_own_seats(take: object) -> None:
     if DEVICE == "cuda" and take is mail.take_seats_reference:
         pytest.skip("torch cannot look into the host's memory from there")
-    box = Mailbox(torch.device(DEVICE), 6, WIDTH)
+    box, chance = Mailbox(torch.device(DEVICE), 6, WIDTH), random.Random(0)
+    pages, wanted = new_pages(), new_pages().cpu()
     for number in range(1, 2 * NUM_ROUNDS + 4):
-        num_seats = 1 + number % 6
+        num_seats, num_new = 1 + number % 6, [0, 1, 32, 33, box.max_pages][number % 5]
         table, seats = torch.randint(99, (4, num_seats)), torch.zeros(4, num_seats, dtype=torch.long, device=DEVICE)
-        place = box.tell(table)
-        take(box.mail, seats)  # type: ignore[operator]
+        spots = chance.sample([(slot, place) for slot in range(9) for place in range(20)], num_new)
+        new = [(*spot, chance.randrange(1, 99)) for spot in spots]
+        place = box.tell(table, new)
+        take(box.mail, seats, pages)  # type: ignore[operator]
         assert seats.cpu().equal(table)
         assert int(box.mail.number) == number
+        for slot, column, page in new:
+            wanted[slot, column] = page
+        assert pages.cpu().equal(wanted)
         over = box.ended(place)
         if over is not None:
             over.synchronize()
@@ -48,7 +60,7 @@ def test_rounds_that_are_told_wait_for_their_turn() -> None:
     assert sorted(places) == list(range(NUM_ROUNDS))
     for table in tables:
         seats = torch.zeros(4, 3, dtype=torch.long, device=DEVICE)
-        gpu_mail.take_seats(box.mail, seats)
+        gpu_mail.take_seats(box.mail, seats, new_pages())
         assert seats.cpu().equal(table)
 
 
@@ -57,14 +69,14 @@ def test_a_round_that_is_repeated_has_the_same_seats() -> None:
     seats = torch.zeros(4, 3, dtype=torch.long, device=DEVICE)
     for each in (torch.zeros_like(table), table):
         box.ended(box.tell(each))
-        gpu_mail.take_seats(box.mail, seats)
+        gpu_mail.take_seats(box.mail, seats, new_pages())
     box.repeat(NUM_ROUNDS + 3)
     for _ in range(NUM_ROUNDS + 3):
-        gpu_mail.take_seats(box.mail, seats)
+        gpu_mail.take_seats(box.mail, seats, new_pages())
         assert seats.cpu().equal(table)
     other = torch.randint(99, (4, 3))
     box.tell(other)
-    gpu_mail.take_seats(box.mail, seats)
+    gpu_mail.take_seats(box.mail, seats, new_pages())
     assert seats.cpu().equal(other)
 
 
@@ -74,7 +86,7 @@ def test_outcomes_go_where_the_host_looks(people: list[list[int]], shape: RoundS
     box = Mailbox(torch.device(DEVICE), 9, WIDTH)
     for _ in range(NUM_ROUNDS + 2):
         place = box.tell(torch.zeros(4, shape.num_seats, dtype=torch.long))
-        gpu_mail.take_seats(box.mail, torch.zeros(4, shape.num_seats, dtype=torch.long, device=DEVICE))
+        gpu_mail.take_seats(box.mail, torch.zeros(4, shape.num_seats, dtype=torch.long, device=DEVICE), new_pages())
         box.ended(place)
     ours, theirs = (make_step(make_cache(), people, shape) for _ in range(2))
     verdict = round.judge_reference(ours, right_choices(ours, 5))

@@ -86,6 +86,7 @@ class Graphs:
         self._has_drafter = parts.drafting.drafter is not None
         self.buffers = Buffers(runner.cache, runner.vocab_size, largest, keeps_last=parts.drafting.reads_last)
         self.mailbox = Mailbox(runner.device, max_num_seats, NUM_COUNTS + 1 + 2 * lookahead)
+        runner.cache.places_late = True
         self._recordings: dict[GraphKey, Recording] = {}
         self._keys: dict[tuple[RoundShape, Flags], Keys] = {}
         self._begun: set[tuple[Part, Flags, int, bool]] = set()  # kinds of parts that have been run
@@ -148,7 +149,10 @@ class Graphs:
 
     def seat(self, plan: Sequence[Work], shape: RoundShape) -> int:
         """Says who takes part in the next round; returns its place in the mailbox."""
-        return self.mailbox.tell(self._runner.seat_table(plan, shape))
+        cache, table = self._runner.cache, self._runner.seat_table(plan, shape)
+        if cache.num_unplaced > self.mailbox.max_pages:
+            cache.settle()
+        return self.mailbox.tell(table, cache.unplaced())
 
     def replay(self, key: GraphKey) -> Recording:
         """Does a part of a round."""
@@ -234,7 +238,7 @@ class Graphs:
         seats, layout, passed = buffers.seats(shape.num_seats), buffers.layout(shape), buffers.passed(shape)
         sampling = runner.options.recorded(key.flags)
         if key.part is Part.FORWARD:
-            take_seats(self.mailbox.mail, buffers.seat_table(shape.num_seats))
+            take_seats(self.mailbox.mail, buffers.seat_table(shape.num_seats), runner.cache.page_table)
             self._parts.forward(runner.pack_seats(seats, shape, sampling, out=layout), passed)
             return None
         step = runner.step(layout, seats, shape, sampling)
@@ -297,7 +301,7 @@ class Graphs:
         """A round in which nobody is seated: no part of it changes anything."""
         runner, buffers, sampling = self._runner, self.buffers, self._runner.options.recorded(PLAIN)
         place = self.seat([], shape)
-        take_seats(self.mailbox.mail, buffers.seat_table(shape.num_seats))
+        take_seats(self.mailbox.mail, buffers.seat_table(shape.num_seats), runner.cache.page_table)
         self.mailbox.ended(place)
         runner.pack_seats(buffers.seats(shape.num_seats), shape, sampling, out=buffers.layout(shape))
         buffers.guide(None)

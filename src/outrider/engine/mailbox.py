@@ -1,7 +1,10 @@
-"""What host and device tell each other of recorded rounds: who is seated goes one way, outcomes come the other. Places
-are used in turn, and none again before its round is over."""
+"""What host and device tell each other of recorded rounds: seats and new pages go one way, outcomes come the other.
+Places are used in turn, and none again before its round is over."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,16 +22,21 @@ class Mailbox:
         def new(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.long, pin_memory=is_cuda)
 
-        number = torch.zeros(1, dtype=torch.long, device=device)
-        self.mail = Mail(number, new(NUM_ROUNDS, 4, num_seats), new(NUM_ROUNDS, num_seats * width))
+        self.max_pages = 64 + 2 * num_seats  # that a round can be told of
+        self.mail = Mail(
+            number=torch.zeros(1, dtype=torch.long, device=device),
+            seats=new(NUM_ROUNDS, 4, num_seats),
+            places=new(NUM_ROUNDS, 1 + 3 * self.max_pages),
+            outcomes=new(NUM_ROUNDS, num_seats * width),
+        )
         self._number = 0  # of the last round that was told
         # what has happened once the round of a place is over; none where the device is the host
         self._over = [torch.cuda.Event() for _ in range(NUM_ROUNDS)] if is_cuda else []
         self._is_ended = [True] * NUM_ROUNDS
 
-    def tell(self, table: Tensor) -> int:
-        """Who takes part in the next round to begin, [4, B]; returns its place. Waits only where the device is so many
-        rounds behind."""
+    def tell(self, table: Tensor, pages: Sequence[tuple[int, int, int]] = ()) -> int:
+        """Who takes part in the next round to begin, [4, B], and new entries of page tables: slot, place, page. Returns
+        the round's place. Waits only where the device is so many rounds behind."""
         self._number += 1
         place = self._number % NUM_ROUNDS
         if self._over and self._is_ended[place]:
@@ -37,6 +45,8 @@ class Mailbox:
             torch.cuda.synchronize()
         self._is_ended[place] = False
         self.mail.seats[place, :, : table.shape[1]] = table
+        told = self.mail.places[place]
+        told[: 1 + 3 * len(pages)] = torch.tensor([len(pages), *itertools.chain.from_iterable(pages)])
         return place
 
     def ended(self, place: int) -> torch.cuda.Event | None:
@@ -52,4 +62,5 @@ class Mailbox:
         if self._over:
             torch.cuda.synchronize()
         self.mail.seats[:] = self.mail.seats[self._number % NUM_ROUNDS].clone()
+        self.mail.places[:, 0] = 0
         self._number += count

@@ -70,6 +70,7 @@ class Runner:
         self, table: Tensor, shape: RoundShape, asked: SamplingNeeds, *, missed: bool = False, has_images: bool = False
     ) -> Step:
         """Packs a round of whoever is in the table [4, B]: see seat_table()."""
+        self.cache.settle()
         seats = Seats.of(self.cache.upload(table))
         step = self.pack_seats(seats, shape, self.options.sampling_for(asked), missed=missed)
         if has_images:

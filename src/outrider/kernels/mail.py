@@ -16,6 +16,7 @@ class Mail:
 
     number: Tensor  # [1] on the device: of the round under way
     seats: Tensor  # [R, 4, B] on the host
+    places: Tensor  # [R, 1 + 3 N] on the host: how many entries of page tables are new; slot, place and page of each
     outcomes: Tensor  # [R, N] on the host
 
     def tables(self, num_requests: int, num_columns: int) -> Tensor:
@@ -30,16 +31,20 @@ class Mail:
         return tables
 
 
-def take_seats(mail: Mail, seats: Tensor) -> None:
-    """The next round begins: who takes part in it, [4, B]."""
+def take_seats(mail: Mail, seats: Tensor, page_table: Tensor) -> None:
+    """The next round begins: who takes part in it goes to `seats` [4, B], new pages to the table [S, M]."""
     if use_triton(seats):
         from outrider.kernels.gpu import mail as gpu
 
-        gpu.take_seats(mail, seats)
+        gpu.take_seats(mail, seats, page_table)
     else:
-        take_seats_reference(mail, seats)
+        take_seats_reference(mail, seats, page_table)
 
 
-def take_seats_reference(mail: Mail, seats: Tensor) -> None:
+def take_seats_reference(mail: Mail, seats: Tensor, page_table: Tensor) -> None:
     mail.number.add_(1)
-    seats.copy_(mail.seats[mail.number % len(mail.seats), :, : seats.shape[1]][0])
+    place = int(mail.number) % len(mail.seats)
+    seats.copy_(mail.seats[place, :, : seats.shape[1]])
+    count, *_ = mail.places[place]
+    slot, column, page = mail.places[place, 1 : 1 + 3 * int(count)].view(-1, 3).unbind(1)
+    page_table[slot, column] = page.int()
