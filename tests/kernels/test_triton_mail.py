@@ -1,4 +1,5 @@
-"""What host and device tell each other of recorded rounds, and where a draft's rows go: in Triton, against torch."""
+"""What host and device tell each other of recorded rounds, where a draft's rows go, and what is made up where rounds
+are measured: in Triton, against torch."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ import torch
 from test_triton import DEVICE
 from test_triton_round import LOOKAHEAD, PAGE_SIZE, ROUNDS, make_cache, make_step, right_choices
 
+from outrider.engine import verify
 from outrider.engine.mailbox import NUM_ROUNDS, Mailbox
 from outrider.kernels import ahead, mail, round
 from outrider.kernels.gpu import ahead as gpu_ahead
 from outrider.kernels.gpu import mail as gpu_mail
 from outrider.kernels.gpu import round as gpu_round
+from outrider.kernels.gpu import synthetic as gpu_synthetic
 from outrider.types import Draft, RoundShape
 
 WIDTH = round.NUM_COUNTS + 1 + 2 * LOOKAHEAD
@@ -121,3 +124,14 @@ def test_rows_ahead(people: list[list[int]], shape: RoundShape, depth: int) -> N
     for lag in (0, 1, 2):
         assert found.lagging(lag).equal(wanted.lagging(lag))
     assert found.following().equal(wanted.following())
+
+
+@pytest.mark.parametrize("length", [1.0, 2.4, 3.0, 5.7])
+@pytest.mark.parametrize(("people", "shape"), [ROUNDS[0], ROUNDS[2]])
+def test_made_up_acceptance(people: list[list[int]], shape: RoundShape, length: float) -> None:
+    step = make_step(make_cache(), people, shape)
+    choice, count = right_choices(step, 4), int(step.judged_start[-1])
+    found = gpu_synthetic.accept_first(choice, step, int(length - 1), (length - 1) % 1, verify.SPREAD)
+    wanted = verify._changed(verify._by_length(length), choice, step)
+    assert found[:count].equal(wanted[:count])
+    assert not found[:count].equal(choice[:count])
