@@ -5,7 +5,9 @@ last to finish with some rows puts their parts together. In exact mode the parts
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -266,6 +268,13 @@ def paged_attention(
     last_key, table, early = keys.last_key, keys.page_table, EARLY and launch.early(q)
 
     def run(form: Form) -> None:
+        prompts = _prompt_attention(q.device) if form.block_m == 128 else None
+        if prompts is not None and prompts.fits(q, pages, keys):
+            prompts.attend(
+                q, pages, keys, form, out, scale * LOG2_E, window=window, softcap=softcap * LOG2_E, sinks=sinks,
+                value_scale=value_scale,
+            )  # fmt: skip
+            return
         work = work_for(keys, group, num_kv_heads, form, window, parts)
         places = len(work.items) * num_kv_heads * form.block_m
         partial = torch.empty(places, value_dim, dtype=torch.float32, device=q.device)
@@ -326,6 +335,17 @@ def _side_by_side(run: Callable[[Form], None], forms: list[Form], device: torch.
         for form in others:
             run(form)
     current.wait_stream(side)
+
+
+@functools.cache
+def _prompt_attention(device: torch.device) -> Any:
+    """The module of prompts' own kernel, on Hopper, where Triton has what it is written in (3.6 has)."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        return importlib.import_module("outrider.kernels.gpu.prompt_attention")
+    except ImportError:
+        return None
 
 
 @functools.cache

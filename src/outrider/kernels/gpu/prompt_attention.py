@@ -1,6 +1,6 @@
-"""Attention of prompts on Hopper (H100, H200), written in Gluon: two warpgroups compute, and a warp beside them brings
-keys and values from the pages with the copy engine (TMA), a block ahead and into the next piece of work too. While one
-block's scores become weights (softmax), the product of the weights before with their values runs (wgmma)."""
+"""Attention of prompts on Hopper (H100, H200): the kernel's launch, and what can be given to it. Programs stay on their
+multiprocessor and take pieces of work, the list that all attention shares (attention_work.py), until there are none;
+what their warps do is in prompt_warps.py."""
 
 from __future__ import annotations
 
@@ -11,351 +11,17 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from outrider.kernels.gpu.attention_work import ITEM, Form, Keys, work_for
+from outrider.kernels.gpu.prompt_warps import FACTS, HALF, LANES, bring, compute
 
-LANES = gl.constexpr(64)  # of a warpgroup: rows times heads
-HALF = gl.constexpr(64)  # numbers of a head that are copied at a time: 128 bytes, as far as the swizzle reaches
-NOWHERE = gl.constexpr(1 << 30)  # a row that no tensor has: copied as zeros
-# what the copying warp tells the others about a piece of work
-FIRST_ROW = gl.constexpr(0)  # -1: there is no more
-NUM_LANES = gl.constexpr(1)
-FIRST_BLOCK = gl.constexpr(2)  # of keys
-PARTS = gl.constexpr(3)  # every so manyth block is read
-COUNT = gl.constexpr(4)  # of blocks
-TAIL = gl.constexpr(5)  # blocks at the end that not all rows see
-HEAD = gl.constexpr(6)  # blocks at the beginning that not all rows see
-KV_HEAD = gl.constexpr(7)
-PLACE = gl.constexpr(8)  # where what is left for this part is kept
-FIRST_PLACE = gl.constexpr(9)
-COUNTER = gl.constexpr(10)
-FACTS = gl.constexpr(11)
-copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # newer versions call it the former
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-@gluon.jit
-def _tell(facts, number: gl.constexpr, value):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    facts.index(number).store(gl.full([1], value, gl.int32, layout))
-
-
-@gluon.jit
-def _told(facts, number: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(facts.index(number).load(layout), 0)
-
-
-@gluon.jit
-def _blocks_below(limit, first, parts):
-    """How many of the blocks first, first + parts, ... are below the limit."""
-    return gl.maximum(limit - first + parts - 1, 0) // parts
-
-
-@gluon.jit
-def _rows_of(table, key, end, PAGE: gl.constexpr, PAGES: gl.constexpr):
-    """Where the pages of the keys from `key` on begin, of a tensor of all rows of all pages."""
-    rows = ()
-    for number in gl.static_range(PAGES):
-        at = key + number * PAGE
-        page = gl.load(table + at // PAGE, mask=at < end, other=0)
-        rows = rows + (gl.where(at < end, page * PAGE, NOWHERE),)
-    return rows
-
-
-@gluon.jit
-def _copy_block(pages, rows, column, bar, to, stage, PAGES: gl.constexpr, HALVES: gl.constexpr):
-    for number in gl.static_range(PAGES):
-        for half in gl.static_range(HALVES):
-            copy(pages, [rows[number], column + half * HALF], bar, to.index((stage * HALVES + half) * PAGES + number))
-
-
-@gluon.jit
-def _bring(
-    q_rows, k_rows, v_rows, q_at, k_at, v_at, facts, lane_index, ready, free, items, tickets, page_table, indices,
-    num_items, num_kv_heads, key_head, value_head, table_row, first_key, PAGE: gl.constexpr, ITEM: gl.constexpr,
-    GROUP: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The copying warp: takes pieces of work one after the other, says what they are and brings what they need. Of the
-    barriers `ready` and `free` the first is that of the queries, then come those of the keys, then of the values."""
-    HALVES: gl.constexpr = DIM // HALF
-    PAGES: gl.constexpr = BLOCK_N // PAGE
-    BLOCK_M: gl.constexpr = 2 * LANES
-    layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
-    programs = gl.num_programs(0)
-    tile = gl.program_id(0)
-    request = gl.load(items + tile // num_kv_heads * ITEM)
-    turn = 0
-    step = 0
-    while request >= 0:
-        next_tile = programs + gl.atomic_add(tickets, 1)
-        item = items + tile // num_kv_heads * ITEM
-        kv_head = tile % num_kv_heads
-        first_row, num_rows, block = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
-        part, parts, place, counter = gl.load(item + 4), gl.load(item + 5), gl.load(item + 6), gl.load(item + 7)
-        next_request = gl.load(items + next_tile // num_kv_heads * ITEM, mask=next_tile < num_items * num_kv_heads, other=-1)
-        lane = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=layout)
-        inside = lane < num_rows * GROUP
-        index = gl.load(indices + first_row + lane // GROUP, mask=inside, other=-1).to(gl.int32)
-        lowest, highest = gl.min(gl.where(inside, index, 2147483647), 0), gl.max(index, 0)
-        end = highest + 1
-        begin = first_key
-        first_full = first_key
-        if WINDOW > 0:
-            begin = gl.maximum(begin, lowest - WINDOW + 1)
-            first_full = gl.maximum(begin, highest - WINDOW + 1)
-        low, high = begin // BLOCK_N, (end + BLOCK_N - 1) // BLOCK_N
-        full = gl.minimum((first_full + BLOCK_N - 1) // BLOCK_N, high)
-        full_end = gl.maximum((lowest + 1) // BLOCK_N, full)
-        first = low + (part - low % parts + parts) % parts
-        first = gl.where(first < high, first, high)  # there is none: one is read that nobody sees
-        count = gl.maximum(_blocks_below(high, first, parts), 1)
-        mbarrier.wait(free.index(0), (turn & 1) ^ 1)
-        row = first_row + block * (BLOCK_M // GROUP)
-        _tell(facts, FIRST_ROW, row)
-        _tell(facts, NUM_LANES, num_rows * GROUP - block * BLOCK_M)
-        _tell(facts, FIRST_BLOCK, first)
-        _tell(facts, PARTS, parts)
-        _tell(facts, COUNT, count)
-        _tell(facts, TAIL, count - _blocks_below(full_end, first, parts))
-        _tell(facts, HEAD, _blocks_below(full, first, parts))
-        _tell(facts, KV_HEAD, kv_head)
-        _tell(facts, PLACE, (place + part) * num_kv_heads + kv_head)
-        _tell(facts, FIRST_PLACE, place * num_kv_heads + kv_head)
-        _tell(facts, COUNTER, counter * num_kv_heads + kv_head)
-        lane_index.store(index)
-        barrier()
-        mbarrier.expect(ready.index(0), BLOCK_M * DIM * 2)
-        for which in gl.static_range(2):
-            for half in gl.static_range(HALVES):
-                corner = [row + which * (LANES // GROUP), kv_head * GROUP, half * HALF]
-                copy(q_rows, corner, ready.index(0), q_at.index(which * HALVES + half))
-        table = page_table + request * table_row
-        for back in range(0, count):
-            key = (first + (count - 1 - back) * parts) * BLOCK_N
-            rows = _rows_of(table, key, end, PAGE, PAGES)
-            stage = step % STAGES
-            phase = (step // STAGES & 1) ^ 1
-            for which in gl.static_range(2):  # keys, values
-                number = 1 + which * STAGES + stage
-                mbarrier.wait(free.index(number), phase)
-                mbarrier.expect(ready.index(number), BLOCK_N * DIM * 2)
-                if which == 0:
-                    _copy_block(k_rows, rows, kv_head * key_head, ready.index(number), k_at, stage, PAGES, HALVES)
-                else:
-                    _copy_block(v_rows, rows, kv_head * value_head, ready.index(number), v_at, stage, PAGES, HALVES)
-            step += 1
-        tile = next_tile
-        request = next_request
-        turn += 1
-    mbarrier.wait(free.index(0), (turn & 1) ^ 1)
-    _tell(facts, FIRST_ROW, -1)
-    barrier()
-    mbarrier.arrive(ready.index(0), count=1)
-    if gl.atomic_add(tickets + 1, 1) == programs - 1:  # nobody will take a ticket any more
-        gl.store(tickets, 0)
-        gl.store(tickets + 1, 0)
-
-
-@gluon.jit
-def _weigh(
-    score, best, weight, index, number, first_key, scale, softcap, MASKED: gl.constexpr, WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Scores of a block -> shares of its keys, and what was summed before shrinks by."""
-    if SOFTCAP:
-        score = softcap * (1 - 2 / (1 + gl.exp2(2.8853900817779268 * (score * scale) / softcap)))
-    if MASKED:
-        key = number * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, score.type.layout))
-        seen = (key[None, :] <= index[:, None]) & (key[None, :] >= first_key)
-        if WINDOW > 0:
-            seen = seen & (key[None, :] > index[:, None] - WINDOW)
-        score = gl.where(seen, score, float("-inf"))
-    top = gl.max(score, 1)
-    if not SOFTCAP:
-        top = top * scale
-    better = gl.maximum(best, top)
-    safe = better
-    if MASKED:
-        safe = gl.where(better == float("-inf"), 0.0, better)  # a row that has seen nothing yet
-    shrink = gl.exp2(best - safe)
-    if SOFTCAP:
-        share = gl.exp2(score - safe[:, None])
-    else:
-        share = gl.exp2(score * scale - safe[:, None])
-    weight = weight * shrink + gl.sum(share, 1)
-    return share, better, weight, shrink
-
-
-@gluon.jit
-def _next_block(
-    share, best, weight, total, query, keys, values, ready, free, index, step, number, first_key, scale, softcap,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    SCORES: gl.constexpr,
-):  # fmt: skip
-    """Scores of block `step` while the one before is multiplied with its values; its weights while that goes on."""
-    stage, before = step % STAGES, (step - 1) % STAGES
-    mbarrier.wait(ready.index(1 + stage), step // STAGES & 1)
-    nothing = gl.zeros([LANES, BLOCK_N], gl.float32, SCORES)
-    score = warpgroup_mma(query, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    total = warpgroup_mma(share, values.index(before), total, is_async=True)
-    score = warpgroup_mma_wait(1, [score])
-    mbarrier.arrive(free.index(1 + stage), count=1)
-    later, best, weight, shrink = _weigh(
-        score, best, weight, index, number, first_key, scale, softcap, MASKED, WINDOW, SOFTCAP, BLOCK_N
-    )
-    # a wait, which code is not moved across: the weights are computed before the product is waited for
-    mbarrier.wait(ready.index(1 + STAGES + stage), step // STAGES & 1)
-    total, share, later, weight = warpgroup_mma_wait(0, [total, share, later, weight])
-    mbarrier.arrive(free.index(1 + STAGES + before), count=1)
-    total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
-    share = gl.convert_layout(later.to(share.dtype), share.type.layout)
-    return share, best, weight, total
-
-
-@gluon.jit
-def _left(best, weight, total, partial, maxima, sums, place, lane, counter, parts):
-    """Leaves what a warpgroup has found for a part; whether all the others have left theirs."""
-    dim = gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, total.type.layout))
-    at = (place * (2 * LANES) + lane).to(gl.int64)
-    gl.store(maxima + at, best)
-    gl.store(sums + at, weight)
-    gl.store(partial + at[:, None] * total.shape[1] + dim[None, :], total)
-    barrier()  # all of this warpgroup's threads have written before it is counted
-    is_last = gl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
-    if is_last:
-        gl.store(counter, 0)
-    return is_last
-
-
-@gluon.jit
-def _put_together(best, weight, total, partial, maxima, sums, place, stride, lane, parts):
-    """What all parts have left, as one. The arguments' own numbers are among it."""
-    dim = gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, total.type.layout))
-    best = gl.full_like(best, float("-inf"))
-    weight = gl.zeros_like(weight)
-    total = gl.zeros_like(total)
-    for part in range(0, parts):
-        at = ((place + part * stride) * (2 * LANES) + lane).to(gl.int64)
-        top = gl.load(maxima + at, cache_modifier=".cg")
-        seen = gl.load(sums + at, cache_modifier=".cg")
-        other = gl.load(partial + at[:, None] * total.shape[1] + dim[None, :], cache_modifier=".cg")
-        better = gl.maximum(best, top)
-        safe = gl.where(better == float("-inf"), 0.0, better)
-        shrink, grow = gl.exp2(best - safe), gl.exp2(top - safe)
-        weight = weight * shrink + seen * grow
-        total = total * shrink[:, None] + other * grow[:, None]
-        best = better
-    return best, weight, total
-
-
-@gluon.jit
-def _compute(
-    q_at, keys, values, facts, lane_index, ready, free, counters, sinks, out, partial, maxima, sums, num_heads,
-    num_kv_heads, first_key, scale, value_scale, softcap, WHICH: gl.constexpr, GROUP: gl.constexpr,
-    WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """A warpgroup: its half of the lanes of every piece of work. The newest keys come first."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    SHARES: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    BLOCK_M: gl.constexpr = 2 * LANES
-    OF_SCORES: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
-    OF_STORED: gl.constexpr = gl.SliceLayout(1, STORED)
-    query = q_at.index(WHICH)
-    turn = 0
-    step = 0
-    mbarrier.wait(ready.index(0), 0)
-    first_row = _told(facts, FIRST_ROW)
-    while first_row >= 0:
-        num_lanes, first, parts, count = (
-            _told(facts, NUM_LANES), _told(facts, FIRST_BLOCK), _told(facts, PARTS), _told(facts, COUNT)
-        )  # fmt: skip
-        tail, head, kv_head = _told(facts, TAIL), _told(facts, HEAD), _told(facts, KV_HEAD)
-        place, first_place, counter = _told(facts, PLACE), _told(facts, FIRST_PLACE), _told(facts, COUNTER)
-        index = lane_index.index(WHICH).load(OF_SCORES)
-        best = gl.full([LANES], float("-inf"), gl.float32, OF_SCORES)
-        weight = gl.zeros([LANES], gl.float32, OF_SCORES)
-        total = gl.zeros([LANES, DIM], gl.float32, SUMS)
-        number = first + (count - 1) * parts
-        stage = step % STAGES
-        mbarrier.wait(ready.index(1 + stage), step // STAGES & 1)
-        nothing = gl.zeros([LANES, BLOCK_N], gl.float32, SCORES)
-        score = warpgroup_mma(query, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        score = warpgroup_mma_wait(0, [score])
-        mbarrier.arrive(free.index(1 + stage), count=1)
-        share, best, weight, shrink = _weigh(
-            score, best, weight, index, number, first_key, scale, softcap, True, WINDOW, SOFTCAP, BLOCK_N
-        )
-        share = gl.convert_layout(share.to(query.dtype), SHARES)
-        mbarrier.wait(ready.index(1 + STAGES + stage), step // STAGES & 1)
-        last = step + count
-        seen_by_all = last - head
-        step += 1
-        number -= parts
-        for at in range(step, step + tail - 1):
-            share, best, weight, total = _next_block(
-                share, best, weight, total, query, keys, values, ready, free, index, at, number, first_key, scale,
-                softcap, True, WINDOW, SOFTCAP, BLOCK_N, STAGES, SCORES,
-            )  # fmt: skip
-            number -= parts
-        step += gl.maximum(tail - 1, 0)
-        for at in range(step, seen_by_all):
-            share, best, weight, total = _next_block(
-                share, best, weight, total, query, keys, values, ready, free, index, at, number, first_key, scale,
-                softcap, False, WINDOW, SOFTCAP, BLOCK_N, STAGES, SCORES,
-            )  # fmt: skip
-            number -= parts
-        for at in range(gl.maximum(step, seen_by_all), last):
-            share, best, weight, total = _next_block(
-                share, best, weight, total, query, keys, values, ready, free, index, at, number, first_key, scale,
-                softcap, True, WINDOW, SOFTCAP, BLOCK_N, STAGES, SCORES,
-            )  # fmt: skip
-            number -= parts
-        step = last
-        mbarrier.arrive(free.index(0), count=1)
-        stage = (step - 1) % STAGES
-        total = warpgroup_mma(share, values.index(stage), total, is_async=True)
-        total, share = warpgroup_mma_wait(0, [total, share])
-        mbarrier.arrive(free.index(1 + STAGES + stage), count=1)
-
-        lane = gl.arange(0, LANES, layout=OF_SUMS) + WHICH * LANES
-        best, weight = gl.convert_layout(best, OF_SUMS), gl.convert_layout(weight, OF_SUMS)
-        is_last = parts == 1
-        if parts > 1:
-            is_last = _left(best, weight, total, partial, maxima, sums, place, lane, counters + counter * 2 + WHICH, parts)
-            if is_last:
-                best, weight, total = _put_together(
-                    best, weight, total, partial, maxima, sums, first_place, num_kv_heads, lane, parts
-                )
-        if HAS_SINKS:
-            of_head = sinks + kv_head * GROUP + lane % GROUP
-            sink = gl.load(of_head).to(gl.float32) * 1.4426950408889634
-            better = gl.maximum(best, sink)
-            less = gl.exp2(best - better)
-            weight = weight * less + gl.exp2(sink - better)
-            total = total * less[:, None]
-        total = total * gl.where(weight > 0, value_scale / weight, 0.0)[:, None]
-        result = gl.convert_layout(total.to(out.dtype.element_ty), STORED)
-        lane = gl.arange(0, LANES, layout=OF_STORED) + WHICH * LANES
-        dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORED))
-        cell = (first_row + lane // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + lane % GROUP
-        fits = (lane < num_lanes) & is_last
-        gl.store(out + cell[:, None] * DIM + dim[None, :], result, mask=fits[:, None])
-        turn += 1
-        mbarrier.wait(ready.index(0), turn & 1)
-        first_row = _told(facts, FIRST_ROW)
+BLOCK_N = 128  # keys of a step
+STAGES = 2
+TURNS = True
+memory = gl.shared_memory_descriptor
+reinterpret = getattr(memory, "reinterpret", None) or memory._reinterpret  # Triton 3.6 calls it the latter
 
 
 @gluon.jit(do_not_specialize=["first_key", "table_row", "num_items"])
@@ -363,7 +29,7 @@ def _attend_prompts(
     q_rows, k_rows, v_rows, items, counters, tickets, page_table, indices, sinks, out, partial, maxima, sums,
     num_items, num_heads, num_kv_heads, key_head, value_head, table_row, first_key, scale, value_scale, softcap,
     PAGE: gl.constexpr, ITEM: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    SOFTCAP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Programs take pieces of work (a block of rows and heads, a key head, a part of the keys) until there are none.
     Rows and heads are laid out as row * GROUP + head."""
@@ -377,31 +43,34 @@ def _attend_prompts(
     q_at = gl.allocate_shared_memory(kind, [2 * HALVES, LANES // GROUP, GROUP, HALF], CUBE)
     k_at = gl.allocate_shared_memory(kind, [STAGES * HALVES * PAGES, PAGE, HALF], TILE)
     v_at = gl.allocate_shared_memory(kind, [STAGES * HALVES * PAGES, PAGE, HALF], TILE)
-    query = q_at._reinterpret(kind, [2, LANES, DIM], TILE)
-    keys = k_at._reinterpret(kind, [STAGES, BLOCK_N, DIM], TILE)
-    values = v_at._reinterpret(kind, [STAGES, BLOCK_N, DIM], TILE)
+    query = reinterpret(q_at, kind, [2, LANES, DIM], TILE)
+    keys = reinterpret(k_at, kind, [STAGES, BLOCK_N, DIM], TILE)
+    values = reinterpret(v_at, kind, [STAGES, BLOCK_N, DIM], TILE)
     facts = gl.allocate_shared_memory(gl.int32, [FACTS, 1], FLAT)
     lane_index = gl.allocate_shared_memory(gl.int32, [BLOCK_M], FLAT)
-    own_index = lane_index._reinterpret(gl.int32, [2, LANES], FLAT)
+    own_index = reinterpret(lane_index, gl.int32, [2, LANES], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [1 + 2 * STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [1 + 2 * STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
     for number in gl.static_range(1 + 2 * STAGES):
         mbarrier.init(ready.index(number), count=1)
         mbarrier.init(free.index(number), count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_compute, (
-                query, keys, values, facts, own_index, ready, free, counters, sinks, out, partial, maxima, sums,
-                num_heads, num_kv_heads, first_key, scale, value_scale, softcap, 0, GROUP, WINDOW, HAS_SINKS, SOFTCAP,
-                DIM, BLOCK_N, STAGES,
+            (compute, (
+                0, query, keys, values, facts, own_index, ready, free, turns, counters, sinks, out, partial, maxima,
+                sums, num_heads, num_kv_heads, first_key, scale, value_scale, softcap, GROUP, WINDOW, HAS_SINKS,
+                SOFTCAP, DIM, BLOCK_N, STAGES, TURNS,
             )),
-            (_compute, (
-                query, keys, values, facts, own_index, ready, free, counters, sinks, out, partial, maxima, sums,
-                num_heads, num_kv_heads, first_key, scale, value_scale, softcap, 1, GROUP, WINDOW, HAS_SINKS, SOFTCAP,
-                DIM, BLOCK_N, STAGES,
+            (compute, (
+                1, query, keys, values, facts, own_index, ready, free, turns, counters, sinks, out, partial, maxima,
+                sums, num_heads, num_kv_heads, first_key, scale, value_scale, softcap, GROUP, WINDOW, HAS_SINKS,
+                SOFTCAP, DIM, BLOCK_N, STAGES, TURNS,
             )),
-            (_bring, (
+            (bring, (
                 q_rows, k_rows, v_rows, q_at, k_at, v_at, facts, lane_index, ready, free, items, tickets, page_table,
                 indices, num_items, num_kv_heads, key_head, value_head, table_row, first_key, PAGE, ITEM, GROUP, WINDOW,
                 DIM, BLOCK_N, STAGES,
@@ -410,3 +79,83 @@ def _attend_prompts(
         [4, 1],
         [232, 40],
     )  # fmt: skip
+
+
+def fits(q: Tensor, pages: tuple[Tensor, Tensor], keys: Keys) -> bool:
+    """Whether attention like this can be computed here: what the copy engine and the products can be given."""
+    group = q.shape[1] // pages[0].shape[2]
+    return (
+        q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[2] in (64, 128)
+        and keys.last_key is None
+        and 8 <= keys.page_size <= BLOCK_N
+        and _is_power(keys.page_size)
+        and group <= LANES.value
+        and _is_power(group)
+        and all(each.dtype == q.dtype and each.shape[3] == q.shape[2] for each in pages)
+        and all(each.stride(0) == keys.page_size * each.stride(1) for each in pages)
+        and all(_can_be_copied(each) for each in (q, *pages))
+    )
+
+
+def attend(
+    q: Tensor,
+    pages: tuple[Tensor, Tensor],
+    keys: Keys,
+    form: Form,
+    out: Tensor,
+    scale: float,
+    *,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    value_scale: float,
+) -> None:
+    """Rows of requests with as many as the form says: q [T, heads, D] -> out [T, heads, D]. Scale and softcap are in
+    units of log 2."""
+    k_pages, v_pages = pages
+    num_heads, dim = q.shape[1:]
+    num_kv_heads = k_pages.shape[2]
+    group = num_heads // num_kv_heads
+    work = work_for(keys, group, num_kv_heads, form, window, None)
+    name = ("prompt attention", num_kv_heads, id(work))
+    counters = keys.memo.get(name)
+    if counters is None:  # parts that are finished, for both warpgroups; tickets taken, programs that have ended
+        counters = torch.zeros(2 * len(work.counters) + 2, dtype=torch.int32, device=q.device)
+        keys.memo[name] = counters
+    places = len(work.items) * num_kv_heads * form.block_m
+    partial = torch.empty(places, dim, dtype=torch.float32, device=q.device)
+    maxima, sums = torch.empty(2, places, dtype=torch.float32, device=q.device).unbind()
+    _attend_prompts[(min(_processors(q.device), len(work.items) * num_kv_heads),)](
+        TensorDescriptor(q, list(q.shape), list(q.stride()), [LANES.value // group, group, HALF.value], _swizzled(3)),
+        _rows(k_pages, keys.page_size), _rows(v_pages, keys.page_size), work.items, counters, counters[-2:],
+        keys.page_table, keys.indices, out if sinks is None else sinks, out, partial, maxima, sums,
+        len(work.items), num_heads, num_kv_heads, k_pages.stride(2), v_pages.stride(2), keys.page_table.stride(0),
+        keys.first_key, scale, value_scale, softcap, PAGE=keys.page_size, ITEM=ITEM, GROUP=group, WINDOW=window,
+        HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, DIM=dim, BLOCK_N=BLOCK_N, STAGES=STAGES,
+        TURNS=TURNS, num_warps=4,
+    )  # fmt: skip
+
+
+def _rows(pages: Tensor, page_size: int) -> TensorDescriptor:
+    """All rows of all pages, with all heads beside each other."""
+    width = (pages.shape[2] - 1) * pages.stride(2) + pages.shape[3]
+    shape, strides = [len(pages) * page_size, width], [pages.stride(1), 1]
+    return TensorDescriptor(pages, shape, strides, [page_size, HALF.value], _swizzled(2))
+
+
+def _swizzled(rank: int) -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _is_power(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _can_be_copied(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1])
