@@ -24,7 +24,14 @@ memory = gl.shared_memory_descriptor
 reinterpret = getattr(memory, "reinterpret", None) or memory._reinterpret  # Triton 3.6 calls it the latter
 
 
-@gluon.jit(do_not_specialize=["first_key", "table_row", "num_items"])
+# whatever places and numbers these have, it is not compiled again
+ANY_VALUE = (
+    "items", "counters", "tickets", "page_table", "indices", "sinks", "maxima", "sums", "num_items", "num_heads",
+    "num_kv_heads", "key_head", "value_head", "table_row", "first_key",
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=ANY_VALUE)
 def _attend_prompts(
     q_rows, k_rows, v_rows, items, counters, tickets, page_table, indices, sinks, out, partial, maxima, sums,
     num_items, num_heads, num_kv_heads, key_head, value_head, table_row, first_key, scale, value_scale, softcap,
