@@ -29,6 +29,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a small Hopper."""
     kernel = Kernel("_attend_prompts", prompt_warps, prompt_attention)
     monkeypatch.setattr(prompt_attention, "_processors", lambda device: 7)
+    monkeypatch.setattr(prompt_attention, "SPARED", 3)
     monkeypatch.setattr(prompt_attention, "_attend_prompts", kernel)
     monkeypatch.setattr(gpu_attention, "_prompt_attention", lambda device: prompt_attention)
 
@@ -52,12 +53,13 @@ def test_prompts(
     sink = random(heads, dtype=kind) if sinks else None
     options = attention.AttentionOptions(dim**-0.5, window, softcap)
     expected = attention.paged_attention_reference(q, pages, batch, options, sink)
-    keys, form = keys_of(batch), attention_work.Form((17, 256), 128, 128)
+    keys, forms = keys_of(batch), (attention_work.Form((17, 256), 128, 128), attention_work.Form((1, 16), 16, 64))
+    work, beside = (attention_work.work_for(keys, heads // kv_heads, kv_heads, form, window, None) for form in forms)
     for _ in range(2):  # counters are as they were
         out = torch.full_like(expected, 9.0)
         prompt_attention.attend(
-            q, pages, keys, form, out, options.scale * LOG2_E, window=window, softcap=softcap * LOG2_E, sinks=sink,
-            value_scale=2.0,
+            q, pages, keys, work, beside, out, options.scale * LOG2_E, window=window, softcap=softcap * LOG2_E,
+            sinks=sink, value_scale=2.0,
         )  # fmt: skip
         few = (batch.request == 1).to(DEVICE)
         torch.testing.assert_close(out[~few], 2 * expected[~few], rtol=4e-3, atol=4e-3)

@@ -267,15 +267,18 @@ def paged_attention(
     main, rest = _split(dim)
     last_key, table, early = keys.last_key, keys.page_table, EARLY and launch.early(q)
 
+    forms = _forms(keys, group, (dim, value_dim), q.element_size(), parts)
+    work_of = {form: work_for(keys, group, num_kv_heads, form, window, parts) for form in forms}
+    prompts = _prompt_attention(q.device) if forms[0].block_m == 128 else None
+
     def run(form: Form) -> None:
-        prompts = _prompt_attention(q.device) if form.block_m == 128 else None
-        if prompts is not None and prompts.fits(q, pages, keys):
+        work = work_of[form]
+        if form == forms[0] and prompts is not None and prompts.fits(q, pages, keys):
             prompts.attend(
-                q, pages, keys, form, out, scale * LOG2_E, window=window, softcap=softcap * LOG2_E, sinks=sinks,
-                value_scale=value_scale,
+                q, pages, keys, work, work_of[forms[1]], out, scale * LOG2_E, window=window, softcap=softcap * LOG2_E,
+                sinks=sinks, value_scale=value_scale,
             )  # fmt: skip
             return
-        work = work_for(keys, group, num_kv_heads, form, window, parts)
         places = len(work.items) * num_kv_heads * form.block_m
         partial = torch.empty(places, value_dim, dtype=torch.float32, device=q.device)
         maxima, sums = torch.empty(2, places, dtype=torch.float32, device=q.device).unbind()
@@ -294,7 +297,7 @@ def paged_attention(
             num_stages=form.num_stages, **launch.options(early),
         )  # fmt: skip
 
-    _side_by_side(run, _forms(keys, group, (dim, value_dim), q.element_size(), parts), q.device)
+    _side_by_side(run, forms, q.device)
     return out
 
 

@@ -14,29 +14,31 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from outrider.kernels.gpu.attention_work import ITEM, Form, Keys, work_for
+from outrider.kernels.gpu.attention_work import ITEM, Keys, WorkList
 from outrider.kernels.gpu.prompt_warps import FACTS, HALF, LANES, bring, compute
 
 BLOCK_N = 128  # keys of a step
 STAGES = 2
 TURNS = True
+SPARED = 24  # multiprocessors that are left to a launch beside it
 memory = gl.shared_memory_descriptor
 reinterpret = getattr(memory, "reinterpret", None) or memory._reinterpret  # Triton 3.6 calls it the latter
 
 
 # whatever places and numbers these have, it is not compiled again
 ANY_VALUE = (
-    "items", "counters", "tickets", "page_table", "indices", "sinks", "maxima", "sums", "num_items", "num_heads",
-    "num_kv_heads", "key_head", "value_head", "table_row", "first_key",
+    "items", "others", "counters", "tickets", "page_table", "indices", "sinks", "maxima", "sums", "num_items",
+    "num_heads", "num_kv_heads", "key_head", "value_head", "table_row", "first_key",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=ANY_VALUE)
 def _attend_prompts(
-    q_rows, k_rows, v_rows, items, counters, tickets, page_table, indices, sinks, out, partial, maxima, sums,
+    q_rows, k_rows, v_rows, items, others, counters, tickets, page_table, indices, sinks, out, partial, maxima, sums,
     num_items, num_heads, num_kv_heads, key_head, value_head, table_row, first_key, scale, value_scale, softcap,
     PAGE: gl.constexpr, ITEM: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
     SOFTCAP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    SPARED: gl.constexpr,
 ):  # fmt: skip
     """Programs take pieces of work (a block of rows and heads, a key head, a part of the keys) until there are none.
     Rows and heads are laid out as row * GROUP + head."""
@@ -78,9 +80,9 @@ def _attend_prompts(
                 SOFTCAP, DIM, BLOCK_N, STAGES, TURNS,
             )),
             (bring, (
-                q_rows, k_rows, v_rows, q_at, k_at, v_at, facts, lane_index, ready, free, items, tickets, page_table,
-                indices, num_items, num_kv_heads, key_head, value_head, table_row, first_key, PAGE, ITEM, GROUP, WINDOW,
-                DIM, BLOCK_N, STAGES,
+                q_rows, k_rows, v_rows, q_at, k_at, v_at, facts, lane_index, ready, free, items, others, tickets,
+                page_table, indices, num_items, num_kv_heads, key_head, value_head, table_row, first_key, PAGE, ITEM,
+                GROUP, WINDOW, DIM, BLOCK_N, STAGES, SPARED,
             )),
         ],
         [4, 1],
@@ -109,7 +111,8 @@ def attend(
     q: Tensor,
     pages: tuple[Tensor, Tensor],
     keys: Keys,
-    form: Form,
+    work: WorkList,
+    beside: WorkList,
     out: Tensor,
     scale: float,
     *,
@@ -118,29 +121,28 @@ def attend(
     sinks: Tensor | None,
     value_scale: float,
 ) -> None:
-    """Rows of requests with as many as the form says: q [T, heads, D] -> out [T, heads, D]. Scale and softcap are in
-    units of log 2."""
+    """The rows that are listed: q [T, heads, D] -> out [T, heads, D]. Scale and softcap are in units of log 2.
+    `beside`: what another launch does at the same time; if that is anything, it is left some multiprocessors."""
     k_pages, v_pages = pages
     num_heads, dim = q.shape[1:]
     num_kv_heads = k_pages.shape[2]
     group = num_heads // num_kv_heads
-    work = work_for(keys, group, num_kv_heads, form, window, None)
     name = ("prompt attention", num_kv_heads, id(work))
     counters = keys.memo.get(name)
     if counters is None:  # parts that are finished, for both warpgroups; tickets taken, programs that have ended
         counters = torch.zeros(2 * len(work.counters) + 2, dtype=torch.int32, device=q.device)
         keys.memo[name] = counters
-    places = len(work.items) * num_kv_heads * form.block_m
+    places = len(work.items) * num_kv_heads * 2 * LANES.value
     partial = torch.empty(places, dim, dtype=torch.float32, device=q.device)
     maxima, sums = torch.empty(2, places, dtype=torch.float32, device=q.device).unbind()
     _attend_prompts[(min(_processors(q.device), len(work.items) * num_kv_heads),)](
         TensorDescriptor(q, list(q.shape), list(q.stride()), [LANES.value // group, group, HALF.value], _swizzled(3)),
-        _rows(k_pages, keys.page_size), _rows(v_pages, keys.page_size), work.items, counters, counters[-2:],
-        keys.page_table, keys.indices, out if sinks is None else sinks, out, partial, maxima, sums,
+        _rows(k_pages, keys.page_size), _rows(v_pages, keys.page_size), work.items, beside.items, counters,
+        counters[-2:], keys.page_table, keys.indices, out if sinks is None else sinks, out, partial, maxima, sums,
         len(work.items), num_heads, num_kv_heads, k_pages.stride(2), v_pages.stride(2), keys.page_table.stride(0),
         keys.first_key, scale, value_scale, softcap, PAGE=keys.page_size, ITEM=ITEM, GROUP=group, WINDOW=window,
         HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, DIM=dim, BLOCK_N=BLOCK_N, STAGES=STAGES,
-        TURNS=TURNS, num_warps=4,
+        TURNS=TURNS, SPARED=SPARED, num_warps=4,
     )  # fmt: skip
 
 

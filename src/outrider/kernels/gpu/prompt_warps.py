@@ -66,9 +66,10 @@ def _copy_block(pages, rows, column, bar, to, stage, PAGES: gl.constexpr, HALVES
 
 @gluon.jit
 def bring(
-    q_rows, k_rows, v_rows, q_at, k_at, v_at, facts, lane_index, ready, free, items, tickets, page_table, indices,
-    num_items, num_kv_heads, key_head, value_head, table_row, first_key, PAGE: gl.constexpr, ITEM: gl.constexpr,
-    GROUP: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    q_rows, k_rows, v_rows, q_at, k_at, v_at, facts, lane_index, ready, free, items, others, tickets, page_table,
+    indices, num_items, num_kv_heads, key_head, value_head, table_row, first_key, PAGE: gl.constexpr,
+    ITEM: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, SPARED: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: takes pieces of work one after the other, says what they are and brings what they need. Of the
     barriers `ready` and `free` the first is that of the queries, then come those of the keys, then of the values."""
@@ -77,8 +78,10 @@ def bring(
     BLOCK_M: gl.constexpr = 2 * LANES
     layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     programs = gl.num_programs(0)
+    if gl.load(others) >= 0:
+        programs = gl.maximum(programs - SPARED, 1)
     tile = gl.program_id(0)
-    request = gl.load(items + tile // num_kv_heads * ITEM)
+    request = gl.load(items + tile // num_kv_heads * ITEM, mask=tile < programs, other=-1)
     turn = 0
     step = 0
     while request >= 0:
@@ -147,7 +150,7 @@ def bring(
     _tell(facts, FIRST_ROW, -1)
     barrier()
     mbarrier.arrive(ready.index(0), count=1)
-    if gl.atomic_add(tickets + 1, 1) == programs - 1:  # nobody will take a ticket any more
+    if gl.atomic_add(tickets + 1, 1) == gl.num_programs(0) - 1:  # nobody will take a ticket any more
         gl.store(tickets, 0)
         gl.store(tickets + 1, 0)
 
