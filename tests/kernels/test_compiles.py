@@ -68,8 +68,7 @@ from outrider.kernels.gpu import attention_work, prompt_attention
 dim, kernel = int(sys.argv[1]), prompt_attention._attend_prompts
 constants = dict(
     PAGE=16, ITEM=attention_work.ITEM, GROUP=4, WINDOW=90, HAS_SINKS=True, SOFTCAP=True, DIM=dim,
-    BLOCK_N=prompt_attention.BLOCK_N, STAGES=prompt_attention.STAGES, TURNS=prompt_attention.TURNS,
-    SPARED=prompt_attention.SPARED,
+    BLOCK_N=prompt_attention.BLOCK_N, STAGES=prompt_attention.STAGES, SPARED=prompt_attention.SPARED,
 )
 types = dict.fromkeys(("items", "others", "counters", "tickets", "page_table"), "*i32") | {"indices": "*i64"}
 types |= dict.fromkeys(("sinks", "out"), "*bf16") | dict.fromkeys(("partial", "maxima", "sums"), "*fp32")

@@ -19,7 +19,6 @@ from outrider.kernels.gpu.prompt_warps import FACTS, HALF, LANES, bring, compute
 
 BLOCK_N = 128  # keys of a step
 STAGES = 2
-TURNS = True
 SPARED = 24  # multiprocessors that are left to a launch beside it
 memory = gl.shared_memory_descriptor
 reinterpret = getattr(memory, "reinterpret", None) or memory._reinterpret  # Triton 3.6 calls it the latter
@@ -37,7 +36,7 @@ def _attend_prompts(
     q_rows, k_rows, v_rows, items, others, counters, tickets, page_table, indices, sinks, out, partial, maxima, sums,
     num_items, num_heads, num_kv_heads, key_head, value_head, table_row, first_key, scale, value_scale, softcap,
     PAGE: gl.constexpr, ITEM: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    SOFTCAP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    SOFTCAP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     SPARED: gl.constexpr,
 ):  # fmt: skip
     """Programs take pieces of work (a block of rows and heads, a key head, a part of the keys) until there are none.
@@ -60,9 +59,6 @@ def _attend_prompts(
     own_index = reinterpret(lane_index, gl.int32, [2, LANES], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [1 + 2 * STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [1 + 2 * STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
     for number in gl.static_range(1 + 2 * STAGES):
         mbarrier.init(ready.index(number), count=1)
         mbarrier.init(free.index(number), count=2)
@@ -70,14 +66,14 @@ def _attend_prompts(
     gl.warp_specialize(
         [
             (compute, (
-                0, query, keys, values, facts, own_index, ready, free, turns, counters, sinks, out, partial, maxima,
+                0, query, keys, values, facts, own_index, ready, free, counters, sinks, out, partial, maxima,
                 sums, num_heads, num_kv_heads, first_key, scale, value_scale, softcap, GROUP, WINDOW, HAS_SINKS,
-                SOFTCAP, DIM, BLOCK_N, STAGES, TURNS,
+                SOFTCAP, DIM, BLOCK_N, STAGES,
             )),
             (compute, (
-                1, query, keys, values, facts, own_index, ready, free, turns, counters, sinks, out, partial, maxima,
+                1, query, keys, values, facts, own_index, ready, free, counters, sinks, out, partial, maxima,
                 sums, num_heads, num_kv_heads, first_key, scale, value_scale, softcap, GROUP, WINDOW, HAS_SINKS,
-                SOFTCAP, DIM, BLOCK_N, STAGES, TURNS,
+                SOFTCAP, DIM, BLOCK_N, STAGES,
             )),
             (bring, (
                 q_rows, k_rows, v_rows, q_at, k_at, v_at, facts, lane_index, ready, free, items, others, tickets,
@@ -142,7 +138,7 @@ def attend(
         len(work.items), num_heads, num_kv_heads, k_pages.stride(2), v_pages.stride(2), keys.page_table.stride(0),
         keys.first_key, scale, value_scale, softcap, PAGE=keys.page_size, ITEM=ITEM, GROUP=group, WINDOW=window,
         HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, DIM=dim, BLOCK_N=BLOCK_N, STAGES=STAGES,
-        TURNS=TURNS, SPARED=SPARED, num_warps=4,
+        SPARED=SPARED, num_warps=4,
     )  # fmt: skip
 
 

@@ -58,6 +58,14 @@ def _rows_of(table, key, end, PAGE: gl.constexpr, PAGES: gl.constexpr):
 
 
 @gluon.jit
+def _take(items, tickets, programs, num_items, num_kv_heads, ITEM: gl.constexpr):
+    """The next piece of work that nobody has taken, and whose it is. Every program has had one, its own number's."""
+    tile = programs + gl.atomic_add(tickets, 1)
+    item = tile // num_kv_heads
+    return tile, gl.load(items + item * ITEM, mask=item < num_items, other=-1)
+
+
+@gluon.jit
 def _copy_block(pages, rows, column, bar, to, stage, PAGES: gl.constexpr, HALVES: gl.constexpr):
     for number in gl.static_range(PAGES):
         for half in gl.static_range(HALVES):
@@ -85,13 +93,14 @@ def bring(
     turn = 0
     step = 0
     while request >= 0:
-        next_tile = programs + gl.atomic_add(tickets, 1)
         item = items + tile // num_kv_heads * ITEM
         kv_head = tile % num_kv_heads
         first_row, num_rows, block = gl.load(item + 1), gl.load(item + 2), gl.load(item + 3)
         part, parts, place, counter = gl.load(item + 4), gl.load(item + 5), gl.load(item + 6), gl.load(item + 7)
-        next_item = next_tile // num_kv_heads
-        next_request = gl.load(items + next_item * ITEM, mask=next_item < num_items, other=-1)
+        next_tile = tile
+        next_request = request
+        if parts == 1:  # the next piece is known in good time
+            next_tile, next_request = _take(items, tickets, programs, num_items, num_kv_heads, ITEM)
         lane = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=layout)
         inside = lane < num_rows * GROUP
         index = gl.load(indices + first_row + lane // GROUP, mask=inside, other=-1).to(gl.int32)
@@ -143,6 +152,8 @@ def bring(
                 else:
                     _copy_block(v_rows, rows, kv_head * value_head, ready.index(number), v_at, stage, PAGES, HALVES)
             step += 1
+        if parts > 1:  # whoever puts parts together leaves the next piece to others
+            next_tile, next_request = _take(items, tickets, programs, num_items, num_kv_heads, ITEM)
         tile = next_tile
         request = next_request
         turn += 1
@@ -187,20 +198,16 @@ def _weigh(
 
 @gluon.jit
 def _next_block(
-    share, best, weight, total, query, keys, values, ready, free, turns, index, step, number, first_key, scale, softcap,
-    WHICH: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    share, best, weight, total, query, keys, values, ready, free, index, step, number, first_key, scale, softcap,
+    MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Scores of block `step` while the one before is multiplied with its values; its weights while that goes on."""
     stage, before = step % STAGES, (step - 1) % STAGES
     mbarrier.wait(ready.index(1 + stage), step // STAGES & 1)
     nothing = gl.zeros([LANES, BLOCK_N], gl.float32, SCORES)
-    if TURNS:
-        mbarrier.wait(turns.index(WHICH), (step & 1) ^ (1 - WHICH))
     score = warpgroup_mma(query, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     total = warpgroup_mma(share, values.index(before), total, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turns.index(1 - WHICH), count=1)
     score = warpgroup_mma_wait(1, [score])
     mbarrier.arrive(free.index(1 + stage), count=1)
     later, best, weight, shrink = _weigh(
@@ -231,32 +238,39 @@ def _left(best, weight, total, partial, maxima, sums, place, lane, counter, part
 
 
 @gluon.jit
+def _part(total, partial, maxima, sums, place, lane):
+    """What a warpgroup has left there, in the layout of `total`."""
+    dim = gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, total.type.layout))
+    at = (place * (2 * LANES) + lane).to(gl.int64)
+    other = gl.load(partial + at[:, None] * total.shape[1] + dim[None, :], cache_modifier=".cg")
+    return gl.load(maxima + at, cache_modifier=".cg"), gl.load(sums + at, cache_modifier=".cg"), other
+
+
+@gluon.jit
 def _put_together(best, weight, total, partial, maxima, sums, place, stride, lane, parts):
     """What all parts have left, as one. The arguments' own numbers are among it."""
-    dim = gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, total.type.layout))
     best = gl.full_like(best, float("-inf"))
     weight = gl.zeros_like(weight)
     total = gl.zeros_like(total)
-    for part in range(parts):
-        at = ((place + part * stride) * (2 * LANES) + lane).to(gl.int64)
-        top = gl.load(maxima + at, cache_modifier=".cg")
-        seen = gl.load(sums + at, cache_modifier=".cg")
-        other = gl.load(partial + at[:, None] * total.shape[1] + dim[None, :], cache_modifier=".cg")
+    top, seen, other = _part(total, partial, maxima, sums, place, lane)
+    for part in range(1, parts + 1):  # the next one is on its way while one is added
+        after = place + gl.minimum(part, parts - 1) * stride
+        next_top, next_seen, next_other = _part(total, partial, maxima, sums, after, lane)
         better = gl.maximum(best, top)
         safe = gl.where(better == float("-inf"), 0.0, better)
         shrink, grow = gl.exp2(best - safe), gl.exp2(top - safe)
         weight = weight * shrink + seen * grow
         total = total * shrink[:, None] + other * grow[:, None]
-        best = better
+        best, top, seen, other = better, next_top, next_seen, next_other
     return best, weight, total
 
 
 @gluon.jit
 def compute(
-    WHICH: gl.constexpr, q_at, keys, values, facts, lane_index, ready, free, turns, counters, sinks, out, partial,
+    WHICH: gl.constexpr, q_at, keys, values, facts, lane_index, ready, free, counters, sinks, out, partial,
     maxima, sums, num_heads, num_kv_heads, first_key, scale, value_scale, softcap, GROUP: gl.constexpr,
     WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: its half of the lanes of every piece of work. The newest keys come first."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -285,11 +299,7 @@ def compute(
         stage = step % STAGES
         mbarrier.wait(ready.index(1 + stage), step // STAGES & 1)
         nothing = gl.zeros([LANES, BLOCK_N], gl.float32, SCORES)
-        if TURNS:
-            mbarrier.wait(turns.index(WHICH), (step & 1) ^ (1 - WHICH))
         score = warpgroup_mma(query, keys.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        if TURNS:
-            mbarrier.arrive(turns.index(1 - WHICH), count=1)
         score = warpgroup_mma_wait(0, [score])
         mbarrier.arrive(free.index(1 + stage), count=1)
         share, best, weight, _ = _weigh(
@@ -303,21 +313,21 @@ def compute(
         number -= parts
         for at in range(step, step + tail - 1):
             share, best, weight, total = _next_block(
-                share, best, weight, total, query, keys, values, ready, free, turns, index, at, number, first_key,
-                scale, softcap, WHICH, TURNS, True, WINDOW, SOFTCAP, BLOCK_N, STAGES, SCORES,
+                share, best, weight, total, query, keys, values, ready, free, index, at, number, first_key,
+                scale, softcap, True, WINDOW, SOFTCAP, BLOCK_N, STAGES, SCORES,
             )  # fmt: skip
             number -= parts
         step += gl.maximum(tail - 1, 0)
         for at in range(step, seen_by_all):
             share, best, weight, total = _next_block(
-                share, best, weight, total, query, keys, values, ready, free, turns, index, at, number, first_key,
-                scale, softcap, WHICH, TURNS, False, WINDOW, SOFTCAP, BLOCK_N, STAGES, SCORES,
+                share, best, weight, total, query, keys, values, ready, free, index, at, number, first_key,
+                scale, softcap, False, WINDOW, SOFTCAP, BLOCK_N, STAGES, SCORES,
             )  # fmt: skip
             number -= parts
         for at in range(gl.maximum(step, seen_by_all), last):
             share, best, weight, total = _next_block(
-                share, best, weight, total, query, keys, values, ready, free, turns, index, at, number, first_key,
-                scale, softcap, WHICH, TURNS, True, WINDOW, SOFTCAP, BLOCK_N, STAGES, SCORES,
+                share, best, weight, total, query, keys, values, ready, free, index, at, number, first_key,
+                scale, softcap, True, WINDOW, SOFTCAP, BLOCK_N, STAGES, SCORES,
             )  # fmt: skip
             number -= parts
         step = last
