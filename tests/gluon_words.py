@@ -162,8 +162,9 @@ class Mbarrier:
         of(place).change(1, num_bytes)
 
     @staticmethod
-    def arrive(place: Shared, count: int = 1) -> None:
-        of(place).change(count, 0)
+    def arrive(place: Shared, count: int = 1, pred: bool = True) -> None:
+        if pred:
+            of(place).change(count, 0)
 
     @staticmethod
     def wait(place: Shared, phase: int) -> None:

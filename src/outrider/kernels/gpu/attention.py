@@ -268,12 +268,16 @@ def paged_attention(
     last_key, table, early = keys.last_key, keys.page_table, EARLY and launch.early(q)
 
     forms = _forms(keys, group, (dim, value_dim), q.element_size(), parts)
-    work_of = {form: work_for(keys, group, num_kv_heads, form, window, parts) for form in forms}
     prompts = _prompt_attention(q.device) if forms[0].block_m == 128 else None
+    if prompts is not None and prompts.fits(q, pages, keys):
+        forms[0] = prompts.form(forms[0].rows, q.device)
+    else:
+        prompts = None
+    work_of = {form: work_for(keys, group, num_kv_heads, form, window, parts) for form in forms}
 
     def run(form: Form) -> None:
         work = work_of[form]
-        if form == forms[0] and prompts is not None and prompts.fits(q, pages, keys):
+        if form == forms[0] and prompts is not None:
             prompts.attend(
                 q, pages, keys, work, work_of[forms[1]], out, scale * LOG2_E, window=window, softcap=softcap * LOG2_E,
                 sinks=sinks, value_scale=value_scale,

@@ -14,11 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from outrider.kernels.gpu.attention_work import ITEM, Keys, WorkList
+from outrider.kernels.gpu.attention_work import ITEM, Form, Keys, Span, WorkList
 from outrider.kernels.gpu.prompt_warps import FACTS, HALF, LANES, bring, compute
 
 BLOCK_N = 128  # keys of a step
 STAGES = 2
+PROGRAMS = 2  # pieces of work that a multiprocessor should have
 SPARED = 24  # multiprocessors that are left to a launch beside it
 memory = gl.shared_memory_descriptor
 reinterpret = getattr(memory, "reinterpret", None) or memory._reinterpret  # Triton 3.6 calls it the latter
@@ -101,6 +102,11 @@ def fits(q: Tensor, pages: tuple[Tensor, Tensor], keys: Keys) -> bool:
         and all(each.stride(0) == keys.page_size * each.stride(1) for each in pages)
         and all(_can_be_copied(each) for each in (q, *pages))
     )
+
+
+def form(rows: Span, device: torch.device) -> Form:
+    """The launch as work is shared out for it."""
+    return Form(rows, 2 * LANES.value, BLOCK_N, num_programs=PROGRAMS * _processors(device))
 
 
 def attend(

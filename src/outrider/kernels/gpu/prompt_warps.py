@@ -152,7 +152,8 @@ def bring(
                 else:
                     _copy_block(v_rows, rows, kv_head * value_head, ready.index(number), v_at, stage, PAGES, HALVES)
             step += 1
-        if parts > 1:  # whoever puts parts together leaves the next piece to others
+        if parts > 1:  # whoever is still putting parts together leaves the next piece to others
+            mbarrier.wait(free.index(0), turn & 1)
             next_tile, next_request = _take(items, tickets, programs, num_items, num_kv_heads, ITEM)
         tile = next_tile
         request = next_request
@@ -331,7 +332,7 @@ def compute(
             )  # fmt: skip
             number -= parts
         step = last
-        mbarrier.arrive(free.index(0), count=1)
+        mbarrier.arrive(free.index(0), count=1, pred=parts == 1)
         stage = (step - 1) % STAGES
         total = warpgroup_mma(share, values.index(stage), total, is_async=True)
         total, share = warpgroup_mma_wait(0, [total, share])
@@ -347,6 +348,7 @@ def compute(
                 best, weight, total = _put_together(
                     best, weight, total, partial, maxima, sums, first_place, num_kv_heads, lane, parts
                 )
+            mbarrier.arrive(free.index(0), count=1)
         if HAS_SINKS:
             of_head = sinks + kv_head * GROUP + lane % GROUP
             sink = gl.load(of_head).to(gl.float32) * 1.4426950408889634
