@@ -32,7 +32,7 @@ KERNELS = {
     attention._attend: dict(
         PAGE=16, WIDE=False, ITEM=attention_work.ITEM, SPLIT=True, GROUP=4, WINDOW=0, HAS_LAST=False, HAS_SINKS=True,
         SOFTCAP=False, DIM=64, MAIN=64, REST=0, VALUE=64, SAME=False, BLOCK_VALUE=64, BLOCK_M=64, BLOCK_N=32,
-        IEEE=False, WARPS=4,
+        IEEE=False, LANES=16, WARPS=4, EARLY=True,
     ),
 }
 pages = sys.argv[1]

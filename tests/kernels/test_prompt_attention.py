@@ -54,7 +54,8 @@ def test_prompts(
     options = attention.AttentionOptions(dim**-0.5, window, softcap)
     expected = attention.paged_attention_reference(q, pages, batch, options, sink)
     keys, forms = keys_of(batch), (attention_work.Form((17, 256), 128, 128), attention_work.Form((1, 16), 16, 64))
-    work, beside = (attention_work.work_for(keys, heads // kv_heads, kv_heads, form, window, None) for form in forms)
+    lists = [attention_work.work_for(keys, heads // kv_heads, kv_heads, form, window, None) for form in forms]
+    (work, _), (beside, _) = lists
     for _ in range(2):  # counters are as they were
         out = torch.full_like(expected, 9.0)
         prompt_attention.attend(

@@ -17,7 +17,6 @@ from torch import Tensor
 from outrider.kernels.gpu import launch
 from outrider.kernels.gpu.attention_work import ANY, ITEM, Form, Keys, Span, work_for
 
-EARLY = False  # whether it is launched before the one before it has ended: slower once, to be timed again
 BLOCK_BYTES = 65536  # of keys and values that a program reads at a time
 FEW_ROWS = 16  # of a request: a draft, or less; where others read prompts, such requests have a launch of their own
 LOG2_E = 1.4426950408889634  # scores are kept in units of log 2: powers of two are what a device computes
@@ -95,29 +94,70 @@ def _attend_blocks(
 
 
 @triton.jit
-def _part(
-    maxima, sums, partial, at, fits, number, parts, FIRST: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr
-):
-    """What a program has left for some rows of a part, if there is one; of the FIRST there is."""
-    values = partial + at[:, None] * VALUE + tl.arange(0, BLOCK_VALUE)[None, :]
-    if FIRST:
-        top = tl.load(maxima + at, cache_modifier=".cg")
-        seen = tl.load(sums + at, cache_modifier=".cg")
-        other = tl.load(values, mask=fits, other=0.0, cache_modifier=".cg")
-    else:
-        exists = number + at * 0 < parts
-        top = tl.load(maxima + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        seen = tl.load(sums + at, mask=exists, other=0.0, cache_modifier=".cg")
-        other = tl.load(values, mask=fits & exists[:, None], other=0.0, cache_modifier=".cg")
-    return top, seen, other
-
-
-@triton.jit
-def _plus_part(best, weight, total, top, seen, other):
+def _plus_part(
+    best, weight, total, maxima, sums, partial, at, inside, number, parts, VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+):  # fmt: skip
+    """With what a program has left for some rows of the part with this number, if there is one."""
+    value_place = tl.arange(0, BLOCK_VALUE)
+    exists = inside & (at * 0 + number < parts)
+    fits = exists[:, None] & (value_place < VALUE)[None, :]
+    top = tl.load(maxima + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
+    seen = tl.load(sums + at, mask=exists, other=0.0, cache_modifier=".cg")
+    other = tl.load(partial + at[:, None] * VALUE + value_place[None, :], mask=fits, other=0.0, cache_modifier=".cg")
     better = tl.maximum(best, top)
     safe = tl.where(better == float("-inf"), 0.0, better)
     shrink, share = tl.exp2(best - safe), tl.exp2(top - safe)
     return better, weight * shrink + seen * share, total * shrink[:, None] + other * share[:, None]
+
+
+@triton.jit
+def _finish(
+    best, weight, total, sinks, out, first_row, lane, kv_head, num_heads, inside, value_scale,
+    GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+):  # fmt: skip
+    """Stores what rows have seen, over their weight."""
+    head = kv_head * GROUP + lane % GROUP
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        better = tl.maximum(best, sink)
+        shrink = tl.exp2(best - better)
+        weight = weight * shrink + tl.exp2(sink - better)
+        total = total * shrink[:, None]
+    total = tl.where(weight[:, None] > 0, total / weight[:, None], 0.0) * value_scale
+    value_place = tl.arange(0, BLOCK_VALUE)
+    cell = (first_row + lane // GROUP).to(tl.int64) * num_heads + head
+    at = out + cell[:, None] * VALUE + value_place[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=inside[:, None] & (value_place < VALUE)[None, :])
+
+
+@triton.jit
+def _put_together(
+    maxima, sums, partial, sinks, out, first_part, parts, first_row, num_rows, block, kv_head, num_heads, num_kv_heads,
+    value_scale, GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_M: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """All parts of a block of rows, of which no more than the first LANES exist."""
+    lane = block * BLOCK_M + tl.arange(0, LANES)
+    inside = lane < num_rows * GROUP
+    stride = num_kv_heads * BLOCK_M
+    at = (first_part * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, LANES)
+    best = tl.full((LANES,), float("-inf"), dtype=tl.float32)
+    weight = tl.zeros((LANES,), dtype=tl.float32)
+    total = tl.zeros((LANES, BLOCK_VALUE), dtype=tl.float32)
+    # as many at a time as registers hold: what one of them waits for, all wait for together
+    SIZE: tl.constexpr = LANES * BLOCK_VALUE // (32 * WARPS)  # of a part, in numbers a thread
+    PIECE: tl.constexpr = 8 if SIZE <= 8 else 4 if SIZE <= 16 else 2
+    for first in range(0, parts, PIECE):
+        for shift in tl.static_range(PIECE):
+            best, weight, total = _plus_part(
+                best, weight, total, maxima, sums, partial, at, inside, first + shift, parts, VALUE, BLOCK_VALUE
+            )
+            at += stride
+    _finish(
+        best, weight, total, sinks, out, first_row, lane, kv_head, num_heads, inside, value_scale, GROUP, HAS_SINKS,
+        VALUE, BLOCK_VALUE,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_key", "table_row"])
@@ -128,17 +168,19 @@ def _attend(
     GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_LAST: tl.constexpr, HAS_SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
     SAME: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IEEE: tl.constexpr,
-    WARPS: tl.constexpr, EARLY: tl.constexpr,
+    LANES: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program has a few rows of one request, with all query heads that share a key head, and every `parts`-th block
-    of keys. Rows and heads are laid out as row * GROUP + head. SPLIT: blocks that all rows see are computed apart."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    of keys. Rows and heads are laid out as row * GROUP + head. SPLIT: blocks that all rows see are computed apart.
+    EARLY: the launch before this one, which makes queries and the newest keys, may still be at work. What lies where is
+    older, and looked up meanwhile."""
     item = items + tl.program_id(0) * ITEM
     request, first_row, num_rows = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     block, part, parts = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
     first_part, counter = tl.load(item + 6).to(tl.int64), tl.load(item + 7)
     if request < 0:
+        if EARLY:  # nobody who comes later shall find this launch at its end, and the one before it still at work
+            tl.extra.cuda.gdc_wait()
         return
     kv_head = tl.program_id(1)
     lane = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -153,6 +195,10 @@ def _attend(
         lowest = tl.min(tl.where(inside, index, 2147483647)) - WINDOW + 1
         begin = tl.maximum(begin, lowest)
     low, high = begin // BLOCK_N, tl.cdiv(end, BLOCK_N)
+    keys_at, values_at = k_pages + kv_head * key_head, v_pages + kv_head * value_head
+    table = page_table + request * table_row
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
 
     place = tl.arange(0, MAIN)
     q_at = q + row[:, None] * q_row + head[:, None] * q_head
@@ -165,8 +211,6 @@ def _attend(
     best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_VALUE), dtype=tl.float32)
-    keys_at, values_at = k_pages + kv_head * key_head, v_pages + kv_head * value_head
-    table = page_table + request * table_row
     if SPLIT:
         first_full = begin
         if WINDOW > 0:
@@ -190,57 +234,26 @@ def _attend(
         part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, True, WINDOW, SOFTCAP, DIM, MAIN, REST,
         VALUE, SAME, BLOCK_VALUE, BLOCK_N, IEEE,
     )  # fmt: skip
-    fits = inside[:, None] & (value_place < VALUE)[None, :]
     if parts > 1:
-        lanes = tl.arange(0, BLOCK_M)
-        stride = num_kv_heads * BLOCK_M
-        at = ((first_part + part) * num_kv_heads + kv_head) * BLOCK_M + lanes
+        at = ((first_part + part) * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(maxima + at, best)
         tl.store(sums + at, weight)
+        fits = inside[:, None] & (value_place < VALUE)[None, :]
         tl.store(partial + at[:, None] * VALUE + value_place[None, :], total, mask=fits)
         tl.debug_barrier()  # all of this program's threads have written before it is counted
         counter_at = counters + counter * num_kv_heads + kv_head
         if tl.atomic_add(counter_at, 1, sem="acq_rel") < parts - 1:
             return  # another program finishes later, and puts all parts together
         tl.store(counter_at, 0)
-        at = (first_part * num_kv_heads + kv_head) * BLOCK_M + lanes
-        best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-        weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        total = tl.zeros((BLOCK_M, BLOCK_VALUE), dtype=tl.float32)
-        # as many at a time as registers hold, so that what one waits for, all wait for together
-        SIZE: tl.constexpr = BLOCK_M * BLOCK_VALUE // WARPS  # of a part, in numbers a warp
-        FEW: tl.constexpr = 2 if SIZE <= 1024 or BLOCK_M == 16 else 1
-        PIECE: tl.constexpr = 4 if SIZE <= 512 or (WARPS == 8 and SIZE <= 1024) else FEW
-        for first in range(0, parts, PIECE):
-            top, seen, other = _part(maxima, sums, partial, at, fits, first, parts, True, VALUE, BLOCK_VALUE)
-            top1, seen1, other1, top2, seen2, other2, top3, seen3, other3 = (top, seen, other) * 3
-            if PIECE > 1:
-                top1, seen1, other1 = _part(
-                    maxima, sums, partial, at + stride, fits, first + 1, parts, False, VALUE, BLOCK_VALUE
-                )
-            if PIECE > 2:
-                top2, seen2, other2 = _part(
-                    maxima, sums, partial, at + 2 * stride, fits, first + 2, parts, False, VALUE, BLOCK_VALUE
-                )
-                top3, seen3, other3 = _part(
-                    maxima, sums, partial, at + 3 * stride, fits, first + 3, parts, False, VALUE, BLOCK_VALUE
-                )
-            best, weight, total = _plus_part(best, weight, total, top, seen, other)
-            if PIECE > 1:
-                best, weight, total = _plus_part(best, weight, total, top1, seen1, other1)
-            if PIECE > 2:
-                best, weight, total = _plus_part(best, weight, total, top2, seen2, other2)
-                best, weight, total = _plus_part(best, weight, total, top3, seen3, other3)
-            at += PIECE * stride
-    if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
-        better = tl.maximum(best, sink)
-        shrink = tl.exp2(best - better)
-        weight = weight * shrink + tl.exp2(sink - better)
-        total = total * shrink[:, None]
-    total = tl.where(weight[:, None] > 0, total / weight[:, None], 0.0) * value_scale
-    cell = row * num_heads + head
-    tl.store(out + cell[:, None] * VALUE + value_place[None, :], total.to(out.dtype.element_ty), mask=fits)
+        _put_together(
+            maxima, sums, partial, sinks, out, first_part, parts, first_row, num_rows, block, kv_head, num_heads,
+            num_kv_heads, value_scale, GROUP, HAS_SINKS, VALUE, BLOCK_VALUE, BLOCK_M, LANES, WARPS,
+        )  # fmt: skip
+    else:
+        _finish(
+            best, weight, total, sinks, out, first_row, lane, kv_head, num_heads, inside, value_scale, GROUP, HAS_SINKS,
+            VALUE, BLOCK_VALUE,
+        )  # fmt: skip
 
 
 def paged_attention(
@@ -265,8 +278,7 @@ def paged_attention(
         return out
     group = num_heads // num_kv_heads
     main, rest = _split(dim)
-    last_key, table, early = keys.last_key, keys.page_table, EARLY and launch.early(q)
-
+    last_key, table = keys.last_key, keys.page_table
     forms = _forms(keys, group, (dim, value_dim), q.element_size(), parts)
     prompts = _prompt_attention(q.device) if forms[0].block_m == 128 else None
     if prompts is not None and prompts.fits(q, pages, keys):
@@ -276,13 +288,18 @@ def paged_attention(
     work_of = {form: work_for(keys, group, num_kv_heads, form, window, parts) for form in forms}
 
     def run(form: Form) -> None:
-        work = work_of[form]
+        work, is_new = work_of[form]
         if form == forms[0] and prompts is not None:
+            beside, _ = work_of[forms[1]]
             prompts.attend(
-                q, pages, keys, work, work_of[forms[1]], out, scale * LOG2_E, window=window, softcap=softcap * LOG2_E,
+                q, pages, keys, work, beside, out, scale * LOG2_E, window=window, softcap=softcap * LOG2_E,
                 sinks=sinks, value_scale=value_scale,
             )  # fmt: skip
             return
+        # whoever comes early reads the list before it waits: the list, and all before it, must have been waited for.
+        # It does not ask the next one to come early, which would sit down where attention leaves room (docs/diary.md)
+        early = len(forms) == 1 and not is_new and launch.early(q)
+        lanes = min(triton.next_power_of_2(group), form.block_m) if keys.max_rows == 1 else form.block_m
         places = len(work.items) * num_kv_heads * form.block_m
         partial = torch.empty(places, value_dim, dtype=torch.float32, device=q.device)
         maxima, sums = torch.empty(2, places, dtype=torch.float32, device=q.device).unbind()
@@ -297,8 +314,8 @@ def paged_attention(
             SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main, REST=rest, VALUE=value_dim,
             SAME=k_pages.data_ptr() == v_pages.data_ptr() and value_dim == main,
             BLOCK_VALUE=max(triton.next_power_of_2(value_dim), 16), BLOCK_M=form.block_m, BLOCK_N=form.block_n,
-            IEEE=q.dtype == torch.float32, WARPS=form.num_warps, EARLY=early, num_warps=form.num_warps,
-            num_stages=form.num_stages, **launch.options(early),
+            IEEE=q.dtype == torch.float32, LANES=lanes, WARPS=form.num_warps, EARLY=early,
+            num_warps=form.num_warps, num_stages=form.num_stages, **launch.options(early),
         )  # fmt: skip
 
     _side_by_side(run, forms, q.device)

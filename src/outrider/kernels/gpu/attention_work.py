@@ -48,7 +48,8 @@ def _list_work(
         parts = tl.full((BLOCK_B,), exact_parts, dtype=tl.int32)
     else:
         share = tl.maximum(tl.cdiv(tl.sum(blocks.to(tl.int64) * keys), wanted), LEAST).to(tl.int32)
-        parts = tl.minimum(tl.maximum((keys + share // 2) // share, 1), MOST)
+        rounded = tl.where(share == LEAST, share - 1, share // 2)  # few keys in all: nobody has more than the least
+        parts = tl.minimum(tl.maximum((keys + rounded) // share, 1), MOST)
     count = blocks * parts
     mine = seat == number
     first = tl.sum(tl.where(seat < number, count, 0))
@@ -112,14 +113,16 @@ class WorkList:
     counters: Tensor  # of parts that are finished, by block of rows and key head; 0 before and after every launch
 
 
-def work_for(keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, parts: int | None) -> WorkList:
-    """The list for rows and layers like these, made once for a pass."""
+def work_for(
+    keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, parts: int | None
+) -> tuple[WorkList, bool]:
+    """The list for rows and layers like these, made once for a pass; and whether it was made just now."""
     shape = (form.block_m, form.rows, form.num_programs)
     name = ("attention work", group, num_kv_heads, shape, window, parts, keys.last_key is None)
-    found = keys.memo.get(name)
-    if found is None:
-        found = keys.memo[name] = _list(keys, group, num_kv_heads, form, window, parts)
-    return found
+    is_new = name not in keys.memo
+    if is_new:
+        keys.memo[name] = _list(keys, group, num_kv_heads, form, window, parts)
+    return keys.memo[name], is_new
 
 
 def _list(keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, parts: int | None) -> WorkList:
@@ -138,7 +141,7 @@ def _list(keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, pa
         keys.query_start, keys.indices, keys.indices if keys.last_key is None else keys.last_key, items,
         num_requests, num_items, wanted, 0 if parts is None else parts, least_rows, most_rows,
         GROUP=group, BLOCK_M=block_m, WINDOW=window, HAS_LAST=keys.last_key is not None,
-        LEAST=LEAST_KEYS if num_kv_heads > 1 else LEAST_KEYS // 2,
+        LEAST=min(form.block_n, LEAST_KEYS) if block_m < 64 else LEAST_KEYS,
         MOST=MAX_PARTS, BLOCK_B=triton.next_power_of_2(num_requests), CHUNK=128, ITEM=ITEM, num_warps=1,
     )  # fmt: skip
     return WorkList(items, counters)
