@@ -92,3 +92,42 @@ def test_products_with_few_bits_compile() -> None:
     )
     assert found.returncode == 0, found.stderr[-2000:]
     assert len(found.stdout.split()) == 7
+
+
+PROMPTS = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from outrider.kernels.gpu import attention_work, prompt_attention
+
+dim, kernel = int(sys.argv[1]), prompt_attention._attend_prompts
+constants = dict(
+    PAGE=16, ITEM=attention_work.ITEM, GROUP=4, WINDOW=90, HAS_SINKS=True, SOFTCAP=True, DIM=dim,
+    BLOCK_N=prompt_attention.BLOCK_N, STAGES=prompt_attention.STAGES, SPARED=prompt_attention.SPARED,
+)
+types = dict.fromkeys(("items", "others", "counters", "tickets", "page_table"), "*i32") | {"indices": "*i64"}
+types |= dict.fromkeys(("sinks", "out"), "*bf16") | dict.fromkeys(("partial", "maxima", "sums"), "*fp32")
+types |= dict.fromkeys(("scale", "softcap", "value_scale"), "fp32")
+flat, deep = prompt_attention._swizzled(2), prompt_attention._swizzled(3)
+types |= dict.fromkeys(("k_rows", "v_rows"), f"tensordesc<bf16[16, 64],{flat!r}>")
+types["q_rows"] = f"tensordesc<bf16[16, 4, 64],{deep!r}>"
+names = kernel.arg_names
+signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+values = {(names.index(name),): value for name, value in constants.items()}
+made = compile(GluonASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+code = made.asm["ptx"]
+for name in ("wgmma.mma_async", "setmaxnreg.inc", "cp.async.bulk.tensor.2d", "mbarrier.try_wait"):
+    assert name in code, name
+"""
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_prompts_compile_for_hopper(dim: int) -> None:
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-c", PROMPTS, str(dim)], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert found.returncode == 0, found.stderr[-2000:]

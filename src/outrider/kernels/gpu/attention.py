@@ -5,7 +5,9 @@ last to finish with some rows puts their parts together. In exact mode the parts
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -278,9 +280,22 @@ def paged_attention(
     main, rest = _split(dim)
     last_key, table = keys.last_key, keys.page_table
     forms = _forms(keys, group, (dim, value_dim), q.element_size(), parts)
+    prompts = _prompt_attention(q.device) if forms[0].block_m == 128 else None
+    if prompts is not None and prompts.fits(q, pages, keys):
+        forms[0] = prompts.form(forms[0].rows, q.device)
+    else:
+        prompts = None
+    work_of = {form: work_for(keys, group, num_kv_heads, form, window, parts) for form in forms}
 
     def run(form: Form) -> None:
-        work, is_new = work_for(keys, group, num_kv_heads, form, window, parts)
+        work, is_new = work_of[form]
+        if form == forms[0] and prompts is not None:
+            beside, _ = work_of[forms[1]]
+            prompts.attend(
+                q, pages, keys, work, beside, out, scale * LOG2_E, window=window, softcap=softcap * LOG2_E,
+                sinks=sinks, value_scale=value_scale,
+            )  # fmt: skip
+            return
         # whoever comes early reads the list before it waits: the list, and all before it, must have been waited for.
         # It does not ask the next one to come early, which would sit down where attention leaves room (docs/diary.md)
         early = len(forms) == 1 and not is_new and launch.early(q)
@@ -344,6 +359,17 @@ def _side_by_side(run: Callable[[Form], None], forms: list[Form], device: torch.
         for form in others:
             run(form)
     current.wait_stream(side)
+
+
+@functools.cache
+def _prompt_attention(device: torch.device) -> Any:
+    """The module of prompts' own kernel, on Hopper, where Triton has what it is written in (3.6 has)."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        return importlib.import_module("outrider.kernels.gpu.prompt_attention")
+    except ImportError:
+        return None
 
 
 @functools.cache

@@ -104,6 +104,7 @@ class Form:
     block_n: int  # keys
     num_warps: int = 4
     num_stages: int = 2
+    num_programs: int | None = None  # that keep the device busy, if not as many as usual
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ def work_for(
     keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, parts: int | None
 ) -> tuple[WorkList, bool]:
     """The list for rows and layers like these, made once for a pass; and whether it was made just now."""
-    name = ("attention work", group, num_kv_heads, form.block_m, window, parts, form.rows, keys.last_key is None)
+    shape = (form.block_m, form.rows, form.num_programs)
+    name = ("attention work", group, num_kv_heads, shape, window, parts, keys.last_key is None)
     is_new = name not in keys.memo
     if is_new:
         keys.memo[name] = _list(keys, group, num_kv_heads, form, window, parts)
@@ -130,7 +132,7 @@ def _list(keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, pa
     # a request has at most one block that is not full, and no more than for the most rows that any has
     num_listed = min(num_requests, num_rows // least_rows)
     num_blocks = min(num_rows * group // block_m + num_listed, num_listed * triton.cdiv(most_rows * group, block_m))
-    wanted = triton.cdiv(WANTED_PROGRAMS, num_kv_heads)
+    wanted = triton.cdiv(form.num_programs or WANTED_PROGRAMS, num_kv_heads)
     num_items = num_blocks + wanted if parts is None else num_blocks * parts
     device = keys.query_start.device
     items = torch.empty(num_items, ITEM, dtype=torch.int32, device=device)
