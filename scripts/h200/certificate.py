@@ -20,7 +20,8 @@ def main(name: str, path: str, *, wanted: int) -> None:
     say(
         f"certify {name}: {found['verdict'].upper()}, {counts['tokens']:,} tokens compared ({enough}"
         f"{sum(case['tokens'] for case in joining):,} of them joining), {counts['mismatches']} differ, "
-        f"log-probabilities by {found['largest_logprob_difference']:g}, {found['dtype']} on {found['device']}, exact {found['exact']}"
+        f"log-probabilities by {found['largest_logprob_difference']:g}, {found['dtype']} on {found['device']}, exact "
+        f"{found['exact']}"
     )
     say(
         f"  {counts['rounds']:,} rounds ({found['recorded_rounds']:,} batches recorded), accepted "
