@@ -306,10 +306,18 @@ def ablate() -> None:
 
 
 def packed(folder: Path) -> bytes:
-    """A drafter with its card and its picture. Two bytes a number: the compressor is told so."""
+    """A drafter with its card and its picture. Two bytes a number: the compressor is told so. A head that was not
+    trained is left out: it is the target's, which then serves in its place."""
+    from safetensors.torch import load_file, save
+
     buffer = io.BytesIO()
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("lm_head.weight", None)
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name in ("config.json", "model.safetensors", "training.json", "training.png", "README.md"):
+        about, data = tarfile.TarInfo(f"{folder.name}/model.safetensors"), save(weights, {"format": "pt"})
+        about.size = len(data)
+        archive.addfile(about, io.BytesIO(data))
+        for name in ("config.json", "training.json", "training.png", "README.md"):
             if (folder / name).exists():
                 archive.add(folder / name, f"{folder.name}/{name}")
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 1, "lc": 0, "lp": 1, "pb": 1}]
