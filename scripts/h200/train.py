@@ -264,7 +264,7 @@ def figures(name: str) -> dict[str, Any]:
 
 
 def speed() -> None:
-    short = ["--speed-batches", 1, "--runs", 1] if SMOKE else ["--speed-batches", 2, "--runs", 3]
+    short = ["--speed-batches", 1, "--runs", 1] if SMOKE else ["--speed-batches", 2, "--runs", 3, "--limit", 32]
     run_all({"speed": measuring("speed", drafters(), "--only", "speed", "--against", "", *short)}, 200)
     tell_speed("speed")
 
@@ -272,7 +272,11 @@ def speed() -> None:
 def peers() -> None:
     """Beside one of our own drafters: it is plain decoding that they are compared with."""
     one = dict(list(drafters().items())[:1])
-    short = ["--speed-batches", 1, "--runs", 1] if SMOKE else ["--speed-batches", 1, "--runs", 2, "--batches", "1,8"]
+    short = (
+        ["--speed-batches", 1, "--runs", 1]
+        if SMOKE
+        else ["--speed-batches", 1, "--runs", 2, "--batches", "1,8", "--limit", 8]
+    )
     run_all({"peers": measuring("peers", one, "--only", "speed", *short)}, 240)
     tell_speed("peers")
 
