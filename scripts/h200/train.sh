@@ -15,7 +15,8 @@
 #   49,152 tokens a row costs 3 products of 57 MFLOP (the drafter's logits, the target's, the gradient) and about 0.6 MB of logits
 #   written and read: 6.7 TFLOP and 23 GB, 20 to 25 ms; the target's pass 4.4 TFLOP, 15 to 20 ms; the drafter's layers and
 #   attention of branches 20 to 30 ms. Together 60 to 75 ms, 220,000 to 270,000 tokens/s alone on the GPU, where it was 150 ms. The host needs
-#   15 to 20 ms a step (2,100 operations), so that one training keeps the GPU busy by itself. More of them at once bring no more in
+#   15 to 20 ms a step (2,100 operations), and waits for the GPU once in it (to leave out rows that nobody asks for), so that one
+#   training keeps the GPU busy by itself, or nearly. More of them at once bring no more in
 #   sum, but nothing is lost while one of them loads, validates or packs texts. Hence all four side by side.
 # - How long. 14 minutes of four are 3.5 GPU-minutes each, with 1.3 minutes of writing shared by all: far below 25 each. At 55,000 to 65,000
 #   tokens/s each that is 50M tokens, 3,000 steps: seven times as many as in the run whose curves still rose steeply. Rates
