@@ -18,18 +18,19 @@
 #   15 to 20 ms a step (2,100 operations), and waits for the GPU once in it (to leave out rows that nobody asks for), so that one
 #   training keeps the GPU busy by itself, or nearly. More of them at once bring no more in
 #   sum, but nothing is lost while one of them loads, validates or packs texts. Hence all four side by side.
-# - How long. 14 minutes of four are 3.5 GPU-minutes each, with 1.3 minutes of writing shared by all: far below 25 each. At 55,000 to 65,000
-#   tokens/s each that is 50M tokens, 3,000 steps: seven times as many as in the run whose curves still rose steeply. Rates
-#   fall to nothing at the end of MINUTES, so a first call ends in the middle of the course, with the averaged weights as they are then; the
-#   second one goes on with it to the last bit. Where there will be no second one, say so (MINUTES).
-# - Texts. 2.1M tokens were read three times in 400 steps; 3,000 steps would read them 24 times. The host takes 25 us a token and
-#   process, so ten processes write up to 400,000 tokens/s as far as the GPU goes along: 15M to 25M tokens in 1.3 minutes, read two or
-#   three times. Two of four answers at temperature 0: that is what is asked for at temperature 0, and what it repeats is learnt quickly.
+# - How long. The 420 and 280 s above are 9 minutes of steps (MINUTES; loading and validation are not counted in them): of four, 2 1/4
+#   GPU-minutes each, with 1.3 minutes of writing shared by all. At 55,000 to 65,000 tokens/s each that is 32M tokens, 2,000 steps:
+#   five times as many as in the run whose curves still rose steeply. Whoever has more time should give it to this. Rates fall to
+#   nothing at the end of MINUTES, so a first call ends in the middle of the course, with the averaged weights as they were at its last
+#   validation; the second one goes on with it. Where there will be no second one, say so (MINUTES).
+# - Texts. 2.1M tokens were read three times in 400 steps; 2,000 steps would read them 16 times. The host takes 25 us a token and
+#   process, so ten processes write up to 400,000 tokens/s as far as the GPU goes along: 15M to 25M tokens in 1.3 minutes, read once or
+#   twice. Two of four answers at temperature 0: that is what is asked for at temperature 0, and what it repeats is learnt quickly.
 # - Full vocabulary. --draft-vocabulary 16384 would save a third of the heads' time and costs about a hundredth of the tokens, at every
 #   place of a draft; and its head would have to be kept (19 MB), where the whole one is the target's own.
 # - Layers. What drafts in one pass has that pass only once: three layers for p_eagle and dflash (from 1 to 4 layers P-EAGLE gains
-#   46 %, DFlash 6 % a layer, published) cost a step some 3 ms more and a round two layers of thirty. Files of three layers still fit
-#   what comes back. EAGLE-3 pays for every layer seven times in a round: one. MTP: three modules, as asked for.
+#   46 %, DFlash 6 % a layer, published) cost a step some 3 ms more and a round two layers of thirty. Files of three layers are still
+#   small. EAGLE-3 pays for every layer seven times in a round: one. MTP: three modules, as asked for.
 # - Steps of 16,384 tokens, rows of 1,024, Muon at 0.02, --loss mixed: what docs/diary.md found best, or did not find worse.
 #   EAGLE3="--post-norm" is worth a try: SmolLM2's states are 23 large where the drafter reads them, and 940 at the first token of a text;
 #   --post-norm norms every tap.
