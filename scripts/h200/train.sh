@@ -32,8 +32,8 @@
 #   46 %, DFlash 6 % a layer, published) cost a step some 3 ms more and a round two layers of thirty. Files of three layers are still
 #   small. EAGLE-3 pays for every layer seven times in a round: one. MTP: three modules, as asked for.
 # - Steps of 16,384 tokens, rows of 1,024, Muon at 0.02, --loss mixed: what docs/diary.md found best, or did not find worse.
-#   EAGLE3="--post-norm" is worth a try: SmolLM2's states are 23 large where the drafter reads them, and 940 at the first token of a text;
-#   --post-norm norms every tap.
+#   EAGLE3="--post-norm" is open: SmolLM2's states are 23 large where the drafter reads them, and 940 at the first token of a text, and it
+#   norms every tap. In 40 steps on a CPU its first place learnt more slowly, and its third one faster (docs/diary.md); `ablate` has it.
 . scripts/h200/steps.sh
 step train 595 "$PY" $HERE/train.py "$@"
 say "done: ${*:-texts train accept proof speed pack}"
