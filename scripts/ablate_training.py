@@ -19,6 +19,7 @@ VARIANTS: dict[str, list[str]] = {
     "ce": ["--loss", "ce"],
     "kl": ["--loss", "kl"],
     "two layers": ["--layers", "2"],
+    "post-norm": ["--post-norm"],
 }
 HELD_OUT = 40
 

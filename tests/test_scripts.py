@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = sorted((Path(__file__).parents[1] / "scripts").glob("*.py"))
+FOLDER = Path(__file__).parents[1] / "scripts"
+SCRIPTS = sorted([*FOLDER.glob("*.py"), *FOLDER.glob("h200/*.py")])
 
 
 def names_taken(path: Path) -> list[tuple[str, str]]:
