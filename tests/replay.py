@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from outrider.config import EngineConfig
-from outrider.engine.graphs import GraphKey, Graphs, RecordedRound, Recording
-from outrider.engine.request import Work
-from outrider.types import RoundShape
+from outrider.engine.graphs import GraphKey, Graphs, Recording
 
 
 @dataclass
@@ -19,29 +14,16 @@ class Again:
 
     graphs: Graphs
     key: GraphKey
-    outcomes: torch.Tensor | None
 
     def replay(self) -> None:
-        new = self.graphs._run(self.key)
-        if self.outcomes is not None:
-            assert new is not None
-            self.outcomes.copy_(new)
-
-
-class ReplayedRound(RecordedRound):
-    def draft(self) -> torch.Tensor:
-        return super().draft().clone()  # the next replay writes over it
+        self.graphs._run(self.key)
 
 
 class Replays(Graphs):
-    def round(self, plan: Sequence[Work], shape: RoundShape) -> RecordedRound:
-        made = super().round(plan, shape)
-        return ReplayedRound(made._graphs, made._plan, made._shape, made._keys)
-
     def _record(self, key: GraphKey) -> Recording:
         self._clear(key.shape)
-        outcomes = self._run(key)
-        return Recording(Again(self, key, outcomes), outcomes, self._runner.options.generation)  # type: ignore[arg-type]
+        outcomes = self._run_empty(key)
+        return Recording(Again(self, key), outcomes, self._runner.options.generation)  # type: ignore[arg-type]
 
 
 def recorder_of(config: EngineConfig) -> type[Graphs] | None:

@@ -100,6 +100,7 @@ class SlotState:
     last_key: Tensor | None = None  # [S, W] the last index a row sees, where that may be after it: within images
     feature_rows: Tensor | None = None  # [S, W] which of the features stands for a token, -1: none
     features: Tensor | None = None  # [F, L, H] of the images of all running requests
+    recurrent: bool = False  # some layers have states that every token changes
 
     @property
     def null_slot(self) -> int:
@@ -229,6 +230,7 @@ class RoundShape:
     max_len: int  # no cache index reaches it
     rests: bool = False  # the drafter is left out
     misses: bool = True  # it will see later what it misses meanwhile
+    judges_all: bool = False  # everybody decodes: every row is judged, in the order of the rows
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,8 @@ class Step:
     num_drafts: Tensor  # [B] how many of the rows, the last ones, hold drafts
     emits: Tensor  # [B] bool; false for a prompt chunk that is not the last, and for empty seats
     judged: Tensor  # [L] rows whose logits are wanted: of each request that emits its last known token, then its drafts
+    judged_slots: Tensor  # [L] whose each of them is, where a token will be chosen after it
+    judged_next: Tensor  # [L] the index where that token will stand
     judged_start: Tensor  # [B + 1] int32, where the judged rows of each request begin
     sampling: Sampling
     state: SlotState

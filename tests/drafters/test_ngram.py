@@ -57,7 +57,7 @@ def test_against_the_obvious_loop(texts: list[list[int]], shortest: int, extra: 
     emits = torch.ones(len(texts), dtype=torch.bool)
     shape = RoundShape(len(texts), len(texts), 0, 0, depth, 1, width)
     sampling: Any = None
-    step = Step(batch, shape, zeros, zeros, zeros, emits, zeros, zeros, sampling, state)
+    step = Step(batch, shape, zeros, zeros, zeros, emits, *[zeros] * 4, sampling, state)
     empty = torch.empty(0)
     draft = drafter.propose(step, Hidden(empty, empty), Verdict(zeros, zeros, zeros))
     for row, count, text in zip(draft.tokens.tolist(), draft.count.tolist(), texts, strict=True):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from outrider.engine.buffers import Buffers
 from outrider.engine.cache import Cache, CacheShape
+from outrider.engine.mailbox import NUM_ROUNDS, Mailbox
 from outrider.types import RoundShape
 
 LARGEST = RoundShape(4, 24, 12, 2, 2, 24, 40)
@@ -14,7 +16,7 @@ SMALL = RoundShape(2, 6, 6, 2, 2, 3, 40)
 
 def make() -> Buffers:
     shape = CacheShape(num_pages=8, page_size=8, num_slots=5, max_len=40, num_taps=2, hidden_size=6, lookahead=2)
-    return Buffers(Cache(shape, [], torch.device("cpu"), torch.float32), 70, LARGEST, has_drafter=True)
+    return Buffers(Cache(shape, [], torch.device("cpu"), torch.float32), 70, LARGEST, keeps_last=True)
 
 
 def test_what_grammars_say_is_about_one_round() -> None:
@@ -44,3 +46,31 @@ def test_parts_of_a_round_meet_in_the_same_memory() -> None:
     passed = buffers.passed(SMALL)
     assert (passed.hidden.last.shape, passed.hidden.taps.shape) == ((6, 6), (6, 2, 6))
     assert passed.logits.shape == (6, 70)
+
+
+class Over:
+    """Instead of a CUDA event."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def record(self) -> None:
+        self.log.append(f"record {self.name}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"wait {self.name}")
+
+
+def test_a_place_is_used_again_when_its_round_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a round was given up in the middle, so that nothing says when it is over."""
+    box, log, nobody = Mailbox(torch.device("cpu"), 3, 8), [], torch.zeros(4, 3, dtype=torch.long)
+    box._over = [Over(log, str(place)) for place in range(NUM_ROUNDS)]  # type: ignore[misc]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait for all"))
+    places = [box.tell(nobody) for _ in range(NUM_ROUNDS)]
+    for place in places:
+        if place != places[2]:
+            assert box.ended(place) is box._over[place]
+    log.clear()
+    assert [box.tell(nobody) for _ in range(NUM_ROUNDS)] == places
+    waits = ["wait for all" if place == places[2] else f"wait {place}" for place in places]
+    assert log == waits

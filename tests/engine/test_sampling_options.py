@@ -85,7 +85,8 @@ def chosen(sampling: Sampling, slots: list[int], tokens: torch.Tensor, logits: t
     batch = Batch(rows, indices, indices, starts, rows // 3, row_slots, torch.tensor(slots), none, rows, 4, LENGTH, 3)
     shape = RoundShape(len(slots), len(rows), len(rows), 0, 0, 3, LENGTH)
     each = torch.zeros(len(slots), dtype=torch.long)
-    return sample(logits, Step(batch, shape, each, each, each, each > 0, rows, starts, sampling, state))
+    judged = rows, row_slots, indices + 1, starts
+    return sample(logits, Step(batch, shape, each, each, each, each > 0, *judged, sampling, state))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -57,6 +57,7 @@ def test_pages_of_any_type_compile(pages: str) -> None:
     assert found.stdout.split() == ["_rope_write", "_attend"]
 
 
+<<<<<<< HEAD
 PROMPTS = """
 import sys
 from triton import compile
@@ -94,3 +95,40 @@ def test_prompts_compile_for_hopper(dim: int) -> None:
         [sys.executable, "-c", PROMPTS, str(dim)], capture_output=True, text=True, timeout=120, env=environment
     )
     assert found.returncode == 0, found.stderr[-2000:]
+=======
+FEW_BITS = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from outrider.kernels.gpu import sliced, wide
+
+POINTERS = dict.fromkeys(("x", "scale", "offset", "bias", "residual", "out"), "*bf16") | {"data": "*i16"}
+SLICED = dict(EVEN=True, HAS_SCALE=True, FAST=True, SLICES=4, BLOCK_M=8, STAGES=3, EARLY=True)
+WIDE = dict(EVEN=True, FAST=True, BLOCK_M=16, BLOCK_N=64, SPLIT=1, STAGES=3, EARLY=True)
+FORMS = [
+    (sliced._linear, SLICED | dict(KIND=0, PART=32, GROUP=128, BLOCK_N=16)),
+    (sliced._linear, SLICED | dict(KIND=0, PART=32, GROUP=128, BLOCK_N=32, GATED=1, MANY=True)),
+    (sliced._linear, SLICED | dict(KIND=0, PART=32, GROUP=128, BLOCK_N=64, MANY=True)),
+    (sliced._linear, SLICED | dict(KIND=1, PART=32, GROUP=128, BLOCK_N=32, HAS_OFFSET=True)),
+    (sliced._linear, SLICED | dict(KIND=4, PART=64, GROUP=0, BLOCK_N=16)),
+    (wide._wide, WIDE | dict(KIND=0, PART=32, GROUP=128)),
+    (wide._wide, WIDE | dict(KIND=1, PART=32, GROUP=128, HAS_OFFSET=True)),
+]
+for kernel, constants in FORMS:
+    names = kernel.arg_names
+    constants |= {name: False for name in names if name.isupper() and name not in constants}
+    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    compile(ASTSource(kernel, signature, constexprs=values), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    print(kernel.__name__)
+"""
+
+
+def test_products_with_few_bits_compile() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-c", FEW_BITS], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert len(found.stdout.split()) == 7
+>>>>>>> main

@@ -21,6 +21,7 @@ from test_triton_round import (
 
 from outrider.kernels import native_round
 from outrider.kernels import round as rounds
+from outrider.kernels.ahead import rows_ahead_reference
 from outrider.kernels.dispatch import use_native_round
 from outrider.types import Draft, RoundShape
 
@@ -63,8 +64,9 @@ def test_extension(people: list[list[int]], shape: RoundShape, catching: tuple[i
     cache = make_cache(3)
     step = make_step(cache, people, shape)
     rounds.judge_reference(step, right_choices(step, 4))
-    rows, last = rounds.extension_rows(step, rounds.Catching(*catching))
-    wanted, wanted_last = rounds.extension_rows_reference(step, rounds.Catching(*catching))
+    rows, positions, last = rounds.extension_rows(step, rounds.Catching(*catching))
+    wanted, wanted_positions, wanted_last = rounds.extension_rows_reference(step, rounds.Catching(*catching))
+    assert positions.equal(wanted_positions)
     assert last.equal(wanted_last)
     for name, value in vars(wanted).items():
         assert vars(rows)[name].equal(value), name
@@ -89,7 +91,7 @@ def test_taps_of_the_rows_before(people: list[list[int]], shape: RoundShape, cat
     cache, how = make_cache(3), rounds.Catching(*catching)
     step = make_step(cache, people, shape)
     rounds.judge_reference(step, right_choices(step, 4))
-    rows, _ = rounds.extension_rows_reference(step, how)
+    rows, _, _ = rounds.extension_rows_reference(step, how)
     batch = replace(step.batch, request=rows.request, query_start=rows.query_start)
     taps, carried = torch.randn(shape.num_rows, TAPS, HIDDEN), cache.carry[step.batch.slots]
     found = native_round.shift_taps(step, taps, carried, batch, how.back)
@@ -101,5 +103,5 @@ def test_taps_of_the_rows_before(people: list[list[int]], shape: RoundShape, cat
 def test_rows_ahead(people: list[list[int]], shape: RoundShape) -> None:
     step = make_step(make_cache(), people, shape)
     rounds.judge_reference(step, right_choices(step, 4))
-    found, wanted = native_round.rows_ahead(step, 3), rounds.rows_ahead_reference(step, 3)
+    found, wanted = native_round.rows_ahead(step, 3), rows_ahead_reference(step, 3)
     assert all(one.equal(other) for one, other in zip(found, wanted, strict=True))

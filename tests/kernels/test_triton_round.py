@@ -162,9 +162,10 @@ def test_extension(people: list[list[int]], shape: RoundShape, catching: tuple[i
     step = make_step(cache, people, shape)
     reference.judge_reference(step, right_choices(step, 4))
     how = reference.Catching(*catching)
-    rows, last = gpu.extension_rows(step, how)
-    wanted, wanted_last = reference.extension_rows_reference(step, how)
+    rows, positions, last = gpu.extension_rows(step, how)
+    wanted, wanted_positions, wanted_last = reference.extension_rows_reference(step, how)
     assert last.equal(wanted_last)
+    assert positions.equal(wanted_positions)
     for name, value in vars(wanted).items():
         if name != "locations":
             assert vars(rows)[name].equal(value), name

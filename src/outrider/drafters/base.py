@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from outrider.config import SpeculativeConfig
 from outrider.drafters.fresh import Fresh, Plan
 from outrider.drafters.lesson import Lesson, Loss
+from outrider.kernels.ahead import Ahead, rows_ahead
 from outrider.kernels.collective import Ranks
 from outrider.kernels.round import Catching, extension_rows, shift_taps
-from outrider.kernels.round import rows_ahead as place_ahead
 from outrider.kernels.sampling import choose
 from outrider.models.base import Target
 from outrider.registry import Registry
 from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Recurrence, Resolved, Step, Verdict, Weight
 
 drafters: Registry[type[Drafter]] = Registry("speculative method", "outrider.drafters")
+LAST_ROWS = "single rows"  # in a pass's memo: those that were made last
 
 
 class Sureness(IntEnum):
@@ -50,6 +51,7 @@ class Drafter(nn.Module):
     own_settings: Mapping[str, Any] = {}  # of speculative_config: a Setting of each name, or its default; see build()
     ranks: Ranks | None = None  # that run it together, where one process does not run it alone
     recordable = True  # propose() asks the host nothing, so that a round can be recorded and replayed
+    reads_last = True  # propose() looks at Hidden.last, and not at the taps alone
 
     @classmethod
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Drafter:
@@ -175,11 +177,11 @@ def extend(step: Step, first_key: int = 0, lag: int = 0, *, back: int = 0, extra
     """
     batch, state = step.batch, step.state
     catching = Catching(first_key, lag, back, extra)
-    rows, last = extension_rows(step, catching)
+    rows, positions, last = extension_rows(step, catching)
     followed = replace(
         batch,
         input_ids=rows.input_ids,
-        positions=_positions(step, rows.row_slots, rows.indices, lag),
+        positions=state.positions_at(rows.row_slots, positions),
         indices=rows.indices,
         query_start=rows.query_start,
         request=rows.request,
@@ -192,7 +194,7 @@ def extend(step: Step, first_key: int = 0, lag: int = 0, *, back: int = 0, extra
         # rows that are run again may be images, though none of the pass is
         features=state.features_at(rows.row_slots, rows.indices) if back or batch.features is not None else None,
         # a state cannot be taken back, so rows that are run again have none to start from
-        recurrence=_recurrence(step, last) if not back else None,
+        recurrence=_recurrence(step, last) if state.recurrent and not back else None,
         memo={},
     )
     return Extension(followed, last, back)
@@ -214,10 +216,8 @@ def shifted(hidden: Hidden, extension: Extension, step: Step) -> Tensor:
 def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag: int = 0) -> Batch:
     """One row per request, `ahead` places after the newest committed token."""
     batch = step.batch
-    rows = batch.memo.get("ahead")
-    if rows is None:
-        rows = batch.memo["ahead"] = _rows_ahead(step, lag)
-    return replace(
+    rows, before = _rows_ahead(step, lag), batch.memo.get(LAST_ROWS)
+    made = batch.memo[LAST_ROWS] = replace(
         rows,
         input_ids=tokens,
         positions=rows.positions[ahead],
@@ -227,9 +227,15 @@ def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag:
         first_key=first_key,
         last_key=None,
         features=None,
-        recurrence=Recurrence(rows.memo["read"][ahead], rows.request[:, None], first=ahead + 1),
-        memo={},
+        recurrence=_kept_ahead(rows, ahead) if step.state.recurrent else None,
+        # a key more or less does not change how attention's work is shared out among programs
+        memo={} if before is None else {name: each for name, each in before.memo.items() if _is_work(name)},
     )
+    return made
+
+
+def _is_work(name: object) -> bool:
+    return isinstance(name, tuple) and name[0] == "attention work"  # kernels/gpu/attention_work.py
 
 
 def chain_rows(step: Step, first_key: int = 0, lag: int = 0) -> Batch:
@@ -259,7 +265,7 @@ def block_rows(step: Step, tokens: Tensor) -> Batch:
     return replace(
         batch,
         input_ids=tokens.flatten(),
-        positions=_positions(step, batch.slots[request], indices, 0),
+        positions=state.positions_at(batch.slots[request], indices),
         indices=indices,
         query_start=torch.arange(0, tokens.numel() + 1, num_rows, dtype=torch.int32, device=device),
         request=request,
@@ -277,22 +283,32 @@ def block_rows(step: Step, tokens: Tensor) -> Batch:
 
 def _rows_ahead(step: Step, lag: int) -> Batch:
     """What single_rows() takes apart: the rows of all places at once, [depth, B]."""
-    batch = step.batch
-    request = torch.arange(len(batch.slots), device=batch.slots.device)
-    ahead = torch.arange(max(step.depth, 1), device=request.device)
-    indices, locations = place_ahead(step, len(ahead))
+    batch, ahead = step.batch, _ahead(step)
     return replace(
         batch,
-        input_ids=request,
-        positions=_positions(step, batch.slots, indices, lag),
-        indices=indices,
-        query_start=torch.arange(len(request) + 1, dtype=torch.int32, device=request.device),
-        request=request,
+        input_ids=ahead.request,
+        positions=step.state.positions_at(batch.slots, ahead.lagging(lag)),
+        indices=ahead.indices,
+        query_start=ahead.query_start,
+        request=ahead.request,
         row_slots=batch.slots,
-        write_locations=locations,
+        write_locations=ahead.locations,
         max_rows=1,
-        memo={"read": ahead[:, None].repeat(1, len(request))},
+        memo={},
     )
+
+
+def _ahead(step: Step) -> Ahead:
+    """The places that a draft takes, found once."""
+    memo, depth = step.batch.memo, max(step.depth, 1)
+    name = ("ahead", depth)
+    if name not in memo:
+        memo[name] = rows_ahead(step, depth)
+    return memo[name]
+
+
+def _kept_ahead(rows: Batch, ahead: int) -> Recurrence:
+    return Recurrence(torch.full_like(rows.request, ahead), rows.request[:, None], first=ahead + 1)
 
 
 def draft_chain(
@@ -300,24 +316,20 @@ def draft_chain(
 ) -> Draft:
     """Token after token: `first` [B, V] are the logits after the newest token, `advance(token, n)` those after
     draft token n. Choices use the target's own noise. `ids` maps a reduced vocabulary to the target's."""
-    slots = step.batch.slots
-    positions = step.state.lengths[slots] + torch.arange(step.depth, device=slots.device)[:, None]  # [depth, B]
-    tokens = torch.zeros(lookahead, len(slots), dtype=torch.long, device=slots.device)
-    logits = first
+    slots, ahead = step.batch.slots, _ahead(step)
+    positions = ahead.following()  # [depth, B]
+    new = slots.new_empty if lookahead == step.depth else slots.new_zeros
+    tokens, logits = new(lookahead, len(slots)), first
     for number in range(step.depth):
-        tokens[number] = choose(logits, step.sampling, slots, positions[number], ids)
+        choose(logits, step.sampling, slots, positions[number], ids, out=tokens[number])
         if number + 1 < step.depth:
             logits = advance(tokens[number], number + 1)
-    return Draft(tokens.T, torch.where(step.emits, step.depth, 0))
+    return Draft(tokens.T, ahead.count)
 
 
 def no_draft(step: Step, lookahead: int) -> Draft:
     count = torch.zeros_like(step.num_drafts)
     return Draft(count[:, None].expand(-1, lookahead), count)
-
-
-def _positions(step: Step, slots: Tensor, indices: Tensor, lag: int) -> Tensor:
-    return step.state.positions_at(slots, (indices - lag).clamp(min=0) if lag else indices)
 
 
 def _locations(batch: Batch, request: Tensor, indices: Tensor, wanted: Tensor) -> Tensor:

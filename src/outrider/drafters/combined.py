@@ -34,6 +34,7 @@ class Combined(Drafter):
         self.parts = nn.ModuleList(parts)
         self.lookahead = max(part.lookahead for part in parts)
         self.taps, self.num_carried = self.last.taps, self.last.num_carried
+        self.reads_last = self.last.reads_last
         self.recordable = all(part.recordable for part in parts)
 
     @classmethod

@@ -103,6 +103,7 @@ class DFlashNetwork(nn.Module):
 @drafters.register("dflash", "dspark")
 class DFlash(Drafter):
     num_carried = 0  # an entry depends on its own row alone
+    reads_last = False
     # Draft tokens whose estimated chance of being reached and accepted is smaller are not put to the test, where the
     # checkpoint has a confidence head. 0: all are.
     own_settings: Mapping[str, Any] = {"confidence_threshold": Setting(0.0, 0, 1)}

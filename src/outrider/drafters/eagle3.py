@@ -113,6 +113,7 @@ class Eagle3(FeedbackDrafter):
         self.network = Eagle3Network(config)
         self._target = (target,)  # in a tuple: shared, not owned
         self._chain: NativeChain | None = None
+        self._ids: tuple[Tensor, Tensor] | None = None  # d2t, and what it says
 
     @classmethod
     def build(cls, settings: SpeculativeConfig, target: Target, checkpoint: Checkpoint | None) -> Eagle3:
@@ -168,7 +169,9 @@ class Eagle3(FeedbackDrafter):
         d2t = self.network.d2t
         if d2t is None or self.config.absolute_ids:
             return d2t
-        return d2t + torch.arange(len(d2t), device=d2t.device)
+        if torch.is_grad_enabled() or self._ids is None or self._ids[0] is not d2t:
+            self._ids = (d2t, d2t + torch.arange(len(d2t), device=d2t.device))
+        return self._ids[1]
 
     # other ways to read the checkpoint
 
@@ -194,7 +197,7 @@ class Eagle3(FeedbackDrafter):
 
     def reread(self, **changes: Any) -> Self:
         other = super().reread(**changes)
-        other._chain = None
+        other._chain = other._ids = None
         return other
 
     # training

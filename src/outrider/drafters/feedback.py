@@ -16,6 +16,7 @@ from outrider.drafters.reader import Reader
 from outrider.kernels import native
 from outrider.kernels.chain import NativeChain
 from outrider.kernels.dispatch import use_native
+from outrider.kernels.take import take_rows
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import Block, DecoderBlock, attention_weights, mlp_weights
 from outrider.layers.embedding import Embedding, Head, embed_rows
@@ -165,6 +166,7 @@ class FeedbackDrafter(Drafter):
     network: FeedbackNetwork
     config: FeedbackConfig
     _target: tuple[Target]  # in a tuple: shared, not owned
+    reads_last = False
 
     @property
     def embed(self) -> Embedding:
@@ -185,14 +187,14 @@ class FeedbackDrafter(Drafter):
             self.network.follow(embed_rows(self.embed, extension.batch), state, extension.batch)
             return no_draft(step, self.lookahead)
         normed, feedback = self._run(extension.batch, state)
-        feedback = feedback[extension.last]
+        feedback = take_rows(feedback, extension.last)
 
         def advance(tokens: Tensor, ahead: int) -> Tensor:
             nonlocal feedback
             normed, feedback = self._run(single_rows(step, ahead, tokens, FIRST_KEY, lag=1), feedback)
             return self.logits(normed)
 
-        first = self.logits(normed[extension.last])
+        first = self.logits(take_rows(normed, extension.last))
         chain = self.native_chain() if step.sampling.greedy and use_native(first) else None
         if chain is not None:
             return draft_natively(chain, step, self.lookahead, first, feedback)

@@ -44,6 +44,7 @@ class MultiTokenPrediction(Drafter):
     are modules: whatever was accepted, entries of committed tokens come from them and the target's own states."""
 
     weights_in_target = True
+    reads_last = False
 
     def __init__(self, mtp: Mtp, target: Target, settings: SpeculativeConfig) -> None:
         super().__init__()

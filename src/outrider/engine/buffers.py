@@ -13,15 +13,16 @@ from outrider.types import Guidance, Hidden, RoundShape, Seats, Verdict
 
 
 class Buffers:
-    def __init__(self, cache: Cache, vocab_size: int, largest: RoundShape, *, has_drafter: bool) -> None:
-        """`largest`: no round has more seats, rows, judged rows or judged drafts."""
+    def __init__(self, cache: Cache, vocab_size: int, largest: RoundShape, *, keeps_last: bool) -> None:
+        """`largest`: no round has more seats, rows, judged rows or judged drafts. `keeps_last`: what came out of the
+        last layer is looked at by whoever drafts."""
         self.largest = largest
         whole, number = cache.state.lengths, cache.carry
         num_seats, num_rows = largest.num_seats, largest.num_rows
         self._layout = Layout.empty(largest, cache.page_table)
         self._seats = whole.new_zeros(4 * num_seats)
         self._logits = number.new_zeros(largest.num_judged, vocab_size)
-        num_kept = num_rows if has_drafter else 0
+        num_kept = num_rows if keeps_last else 0
         self._last = number.new_zeros(num_kept, cache.shape.hidden_size)
         self._taps = number.new_zeros(num_rows, cache.shape.num_taps, cache.shape.hidden_size)
         self._tokens = whole.new_zeros(num_seats * (1 + largest.max_drafts))

@@ -14,6 +14,7 @@ from outrider.engine.snapshots import WantedSnapshots
 from outrider.engine.upload import upload
 from outrider.host_memory import zeros
 from outrider.kernels.round import keep_taps
+from outrider.kernels.take import take_rows
 from outrider.layers.cached import CachedLayer, RecurrentLayer, cached_layers, recurrent_layers
 from outrider.types import NULL_PAGE, CacheSpec, Hidden, Images, Latent, Recurrent, SlotState, Step, Verdict
 
@@ -80,11 +81,16 @@ class Cache:
             draft_count=draft_count,
             kept_state=kept_state,
             wanted=self._counts[5:].view(2, num_wanted, shape.num_slots) if num_wanted else None,
+            recurrent=bool(self.recurrent),
         )
         if shape.num_axes > 1:
             width = self.state.tokens.shape[1]
             self.state.positions = zeros((shape.num_slots, shape.num_axes, width), torch.long, device)
         self._images: dict[int, Images] = {}  # by slot
+        self.places_late = (
+            False  # rounds are told of new pages as they begin; whatever else reads tables calls settle()
+        )
+        self._unplaced: list[tuple[int, int, int]] = []
         self.page_table = torch.zeros(shape.num_slots, shape.pages_per_request, dtype=torch.int32, device=device)
         # taps of the last kept rows of a slot, and of the last rows of a page; the newest last
         tap_shape = (shape.num_taps, shape.hidden_size)
@@ -184,9 +190,25 @@ class Cache:
 
     def place_pages(self, places: Sequence[tuple[int, int, int]]) -> None:
         """(slot, place in its table, page), of any number of requests at once."""
+        self._unplaced += places
+        if not self.places_late:
+            self.settle()
+
+    def settle(self) -> None:
+        """The device is told of all new pages."""
+        places = self.unplaced()
         if places:
             slot, place, page = self.upload(torch.tensor(places, dtype=torch.long)).unbind(1)
             self.page_table[slot, place] = page.int()
+
+    @property
+    def num_unplaced(self) -> int:
+        return len(self._unplaced)
+
+    def unplaced(self) -> list[tuple[int, int, int]]:
+        """New pages that the device has not been told of; whoever asks tells it."""
+        places, self._unplaced = self._unplaced, []
+        return places
 
     def want(self, wanted: Sequence[WantedSnapshots]) -> None:
         """Snapshots that rounds from now on shall take, of any number of requests at once."""
@@ -199,7 +221,7 @@ class Cache:
     def keep_taps(self, step: Step, hidden: Hidden, verdict: Verdict) -> None:
         """Those that later rounds need; `hidden` is given those that were kept before."""
         if self.shape.num_taps:
-            hidden.carry = self.carry[step.batch.slots]
+            hidden.carry = take_rows(self.carry, step.batch.slots)
             keep_taps(step, hidden.taps, hidden.carry, verdict, (self.carry, self.tails))
 
     def miss(self, step: Step, hidden: Hidden) -> None:

@@ -55,6 +55,11 @@ class Drafting:
         """Whether there is a drafter that must see all of a text."""
         return self.drafter is not None and not self.drafter.reads_tokens_only
 
+    @property
+    def reads_last(self) -> bool:
+        """Whether a drafter looks at what came out of the last layer, and not at taps alone."""
+        return self.drafter is not None and self.drafter.reads_last
+
     def depth(self, requests: Sequence[Request]) -> int:
         """How many tokens to draft: as many as the request that wants most, and as are worth it. A prediction is always
         worth a try."""

@@ -42,7 +42,7 @@ class Flight:
         if wants_prompt_logprobs(self.plan):
             self.hidden = parts.last_hidden(own.hidden)
         own.choose(said)
-        self.outcomes, self.landed = to_host(own.draft())
+        self.outcomes, self.landed = own.outcome()
 
     def wait(self) -> None:
         """Waits until the outcome of the round has reached the host."""
@@ -86,17 +86,6 @@ def landed(flight: Flight, outcomes: Sequence[Outcome], judged: list[Judged], se
         seconds=seconds,
         judged=judged,
     )
-
-
-def to_host(table: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy on the host, and what must happen before it is good: None where it is at once."""
-    if not table.is_cuda:
-        return table, None
-    copy = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-    copy.copy_(table, non_blocking=True)
-    landed = torch.cuda.Event()
-    landed.record()
-    return copy, landed
 
 
 def wants_logprobs(plan: Sequence[Work]) -> bool:

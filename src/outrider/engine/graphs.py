@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from outrider.engine.buffers import Buffers
+from outrider.engine.mailbox import Mailbox
 from outrider.engine.options import Flags
 from outrider.engine.request import Work
 from outrider.engine.round import Round
 from outrider.engine.runner import Runner
-from outrider.engine.upload import upload_to
+from outrider.kernels.mail import take_seats
+from outrider.kernels.round import NUM_COUNTS
 from outrider.types import Hidden, RoundShape
 
 # numbers of requests that rounds are recorded for; those in between take the next larger one
@@ -62,13 +64,13 @@ class Keys(NamedTuple):
 
     forward: GraphKey
     choose: GraphKey
-    draft: GraphKey
+    draft: GraphKey | None  # None: nobody drafts, and the choice of tokens is the last part
 
 
 @dataclass
 class Recording:
     graph: torch.cuda.CUDAGraph
-    outcomes: Tensor | None  # of a draft: [B, ...], see write_outcome()
+    outcomes: Tensor | None  # of the last part: [R, B, ...] on the host, see Mail
     generation: int  # of the options' table
 
 
@@ -81,8 +83,10 @@ class Graphs:
         rows = max(judged, NUM_ROWS[-1])
         largest = RoundShape(max_num_seats, rows, judged, lookahead, lookahead, rows, max_len)
         self._lookahead, self._max_len = lookahead, max_len
-        has_drafter = parts.drafting.drafter is not None
-        self.buffers = Buffers(runner.cache, runner.vocab_size, largest, has_drafter=has_drafter)
+        self._has_drafter = parts.drafting.drafter is not None
+        self.buffers = Buffers(runner.cache, runner.vocab_size, largest, keeps_last=parts.drafting.reads_last)
+        self.mailbox = Mailbox(runner.device, max_num_seats, NUM_COUNTS + 1 + 2 * lookahead)
+        runner.cache.places_late = True
         self._recordings: dict[GraphKey, Recording] = {}
         self._keys: dict[tuple[RoundShape, Flags], Keys] = {}
         self._begun: set[tuple[Part, Flags, int, bool]] = set()  # kinds of parts that have been run
@@ -116,7 +120,7 @@ class Graphs:
     def _decoding(self, num_seats: int, rows: int, depth: int, *, rests: bool) -> RoundShape:
         """A round in which nobody reads a prompt. Of several depths only the draft differs."""
         widest = min((1 << depth.bit_length()) - 1, max(self._lookahead, depth))
-        return RoundShape(num_seats, rows, rows, widest, depth, 1 + widest, self._max_len, rests)
+        return RoundShape(num_seats, rows, rows, widest, depth, 1 + widest, self._max_len, rests, judges_all=True)
 
     def _reading(self, num_seats: int, rows: int, depth: int, *, rests: bool) -> RoundShape:
         judged = min(num_seats * (1 + depth), rows)
@@ -143,9 +147,12 @@ class Graphs:
         self._latest = []
         return RecordedRound(self, plan, shape, (keys, masked))
 
-    def seat(self, plan: Sequence[Work], shape: RoundShape) -> None:
-        """Uploads who takes part in the next round."""
-        upload_to(self.buffers.seat_table(shape.num_seats), self._runner.seat_table(plan, shape))
+    def seat(self, plan: Sequence[Work], shape: RoundShape) -> int:
+        """Says who takes part in the next round; returns its place in the mailbox."""
+        cache, table = self._runner.cache, self._runner.seat_table(plan, shape)
+        if cache.num_unplaced > self.mailbox.max_pages:
+            cache.settle()
+        return self.mailbox.tell(table, cache.unplaced())
 
     def replay(self, key: GraphKey) -> Recording:
         """Does a part of a round."""
@@ -162,6 +169,7 @@ class Graphs:
         """Device time of the last round, replayed back to back."""
         if not self._latest:
             return None
+        self.mailbox.repeat(count)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(count):
@@ -205,20 +213,22 @@ class Graphs:
         found = self._keys.get((shape, flags))
         if found is None:
             most, passed = self.buffers.largest, replace(shape, depth=0, rests=False)
-            judged = replace(passed, num_rows=most.num_rows, max_rows=most.max_rows)
+            judged = replace(passed, num_rows=most.num_rows, max_rows=most.max_rows, judges_all=False)
             found = self._keys[shape, flags] = Keys(
                 # the same whatever is asked of sampling, and whatever is drafted afterwards
                 GraphKey(Part.FORWARD, passed, PLAIN),
                 # looks at judged rows alone
                 GraphKey(Part.CHOOSE, judged, _kind(flags)),
                 # tokens are sampled like the target's, but their logits are not adjusted
-                GraphKey(Part.DRAFT, shape, replace(PLAIN, filtered=flags.filtered and shape.depth > 0)),
+                GraphKey(Part.DRAFT, shape, replace(PLAIN, filtered=flags.filtered and shape.depth > 0))
+                if self._has_drafter
+                else None,
             )
         return found
 
     def _prepare(self, keys: Keys) -> None:
         """Records what is not recorded yet, or was recorded with tables that have been replaced since."""
-        for key in keys:
+        for key in filter(None, keys):
             found, generation = self._recordings.get(key), self._runner.options.generation
             if found is None or (key.flags.adjusted and found.generation != generation):
                 self._recordings[key] = self._record(key)
@@ -228,15 +238,27 @@ class Graphs:
         seats, layout, passed = buffers.seats(shape.num_seats), buffers.layout(shape), buffers.passed(shape)
         sampling = runner.options.recorded(key.flags)
         if key.part is Part.FORWARD:
+            take_seats(self.mailbox.mail, buffers.seat_table(shape.num_seats), runner.cache.page_table)
             self._parts.forward(runner.pack_seats(seats, shape, sampling, out=layout), passed)
             return None
         step = runner.step(layout, seats, shape, sampling)
         if key.flags.masked or shape.depth:  # where nothing is drafted, nothing forced can be
             step.guidance = buffers.guidance(shape.num_seats)
+        verdict = buffers.verdict(shape)
         if key.part is Part.CHOOSE:
-            self._parts.choose(step, passed.logits, out=buffers.verdict(shape))
-            return None
-        return self._parts.draft(step, passed.hidden, buffers.verdict(shape))
+            self._parts.choose(step, passed.logits, out=verdict)
+            if self._has_drafter:
+                return None
+        return self._parts.draft(step, passed.hidden, verdict, mail=self.mailbox.mail)
+
+    def _run_empty(self, key: GraphKey) -> Tensor | None:
+        """Does a part of a round in which nobody is seated."""
+        if key.part is not Part.FORWARD:
+            return self._run(key)
+        place = self.seat([], key.shape)
+        self._run(key)
+        self.mailbox.ended(place)
+        return None
 
     def _record(self, key: GraphKey) -> Recording:
         """Of every kind of part one is run first, with nobody seated, so that nothing changes: what is made only once
@@ -247,7 +269,7 @@ class Graphs:
         kind = (key.part, key.flags, key.shape.depth, key.shape.rests)
         if kind not in self._begun:
             self._begun.add(kind)
-            self._run(key)
+            self._run_empty(key)
         graph = torch.cuda.CUDAGraph()
         with self._capturing(graph):
             outcomes = self._run(key)
@@ -278,7 +300,9 @@ class Graphs:
     def _clear(self, shape: RoundShape) -> None:
         """A round in which nobody is seated: no part of it changes anything."""
         runner, buffers, sampling = self._runner, self.buffers, self._runner.options.recorded(PLAIN)
-        upload_to(buffers.seat_table(shape.num_seats), runner.seat_table([], shape))
+        place = self.seat([], shape)
+        take_seats(self.mailbox.mail, buffers.seat_table(shape.num_seats), runner.cache.page_table)
+        self.mailbox.ended(place)
         runner.pack_seats(buffers.seats(shape.num_seats), shape, sampling, out=buffers.layout(shape))
         buffers.guide(None)
         for tensor in vars(buffers.verdict(shape)).values():
@@ -300,17 +324,18 @@ class RecordedRound:
         return self._graphs.buffers.passed(self._shape).hidden
 
     def forward(self) -> None:
-        self._graphs.seat(self._plan, self._shape)
+        self._place = self._graphs.seat(self._plan, self._shape)
         self._graphs.replay(self._keys[0].forward)
 
     def choose(self, said: tuple[Tensor, Tensor] | None) -> None:
         self._graphs.buffers.guide(said)
-        self._graphs.replay(self._keys[said is not None].choose)
+        self._last = self._graphs.replay(self._keys[said is not None].choose)
 
-    def draft(self) -> Tensor:
-        outcomes = self._graphs.replay(self._keys[0].draft).outcomes
-        assert outcomes is not None
-        return outcomes
+    def outcome(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        draft = self._keys[0].draft
+        last = self._last if draft is None else self._graphs.replay(draft)
+        assert last.outcomes is not None
+        return last.outcomes[self._place], self._graphs.mailbox.ended(self._place)
 
 
 def seat_sizes(depth: int) -> Sequence[int]:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from outrider.engine.drafting import Drafting
 from outrider.engine.sampler import sample
-from outrider.engine.upload import upload
+from outrider.engine.upload import to_host, upload
 from outrider.engine.verify import SyntheticChoice
 from outrider.kernels.collective import Ranks
+from outrider.kernels.mail import Mail
 from outrider.kernels.round import judge, write_outcome
+from outrider.kernels.take import take_rows
 from outrider.models.base import Target
 from outrider.types import Draft, Guidance, Hidden, Step, Verdict
 
@@ -50,10 +52,14 @@ class Round:
     def forward(self, step: Step, out: Pass | None = None) -> Pass:
         """`out`: where to put what it computes, as far as the other parts need it."""
         hidden = self.target(step.batch, self.drafting.taps(step.shape), out.hidden.taps if out is not None else None)
-        logits = self.target.own_logits(hidden.last[step.judged], out.logits if out is not None else None)
-        if out is not None and self.drafting.drafter is not None:
+        logits = self.target.own_logits(self.judged_of(hidden, step), out.logits if out is not None else None)
+        if out is not None and self.drafting.reads_last:
             out.hidden.last.copy_(hidden.last)
         return Pass(hidden, logits)
+
+    def judged_of(self, hidden: Hidden, step: Step) -> Tensor:
+        """The states [L, H] of the judged rows."""
+        return hidden.last if step.shape.judges_all else take_rows(hidden.last, step.judged)
 
     def choose(self, step: Step, logits: Tensor, out: Verdict | None = None) -> Verdict:
         """The target's own tokens, and how much of the drafts they agree with; committed. Writes over the logits where
@@ -63,13 +69,13 @@ class Round:
             choice = self._synthetic_choice(choice, step)
         return judge(step, choice, out)
 
-    def draft(self, step: Step, hidden: Hidden, verdict: Verdict, width: int = 0) -> Tensor:
+    def draft(self, step: Step, hidden: Hidden, verdict: Verdict, width: int = 0, mail: Mail | None = None) -> Tensor:
         """A draft for the next round, kept; what the host must know is written down, [B, ...]: see write_outcome().
-        `width`: of the draft, where other ranks have a part in it."""
+        `width`: of the draft, where other ranks have a part in it. `mail`: where the outcome goes, if that is known."""
         draft = self.drafting.draft(step, hidden, verdict)
         if self.ranks is not None and width:
             draft = self.of_first_rank(draft, step.starts, width)
-        return write_outcome(step, verdict, draft)
+        return write_outcome(step, verdict, draft, mail)
 
     # where several ranks do it together
 
@@ -117,8 +123,9 @@ class RoundParts(Protocol):
         """`said`: what grammars say, on the host; see Guidance.of()."""
         ...
 
-    def draft(self) -> Tensor:
-        """The outcomes, on the device."""
+    def outcome(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Ends the round, with a draft for the next one. What the host must know, on the host: see write_outcome(); and
+        what must happen before it is good, None where it is at once."""
         ...
 
 
@@ -150,7 +157,11 @@ class EagerRound:
             self._step.guidance = Guidance.of(*(upload(each, self.logits.device) for each in said))
         self._verdict = self._parts.choose(self._step, self.logits)
 
+    def outcome(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        return to_host(self.draft())
+
     def draft(self) -> Tensor:
+        """The same, on the device."""
         return self._checked(self._parts.draft(self._step, self.hidden, self._verdict, self.draft_width))
 
     def _checked(self, outcomes: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ def exact_shape(plan: Sequence[Work], depth: int, *, rests: bool = False) -> Rou
         max_len=max(work.end for work in plan),
         rests=rests,
         misses=any(work.request.is_followed for work in plan),
+        judges_all=all(work.is_round for work in plan),
     )
 
 
@@ -69,6 +70,7 @@ class Runner:
         self, table: Tensor, shape: RoundShape, asked: SamplingNeeds, *, missed: bool = False, has_images: bool = False
     ) -> Step:
         """Packs a round of whoever is in the table [4, B]: see seat_table()."""
+        self.cache.settle()
         seats = Seats.of(self.cache.upload(table))
         step = self.pack_seats(seats, shape, self.options.sampling_for(asked), missed=missed)
         if has_images:
@@ -120,6 +122,8 @@ class Runner:
             num_drafts=layout.num_drafts,
             emits=layout.emits,
             judged=layout.judged,
+            judged_slots=layout.judged_slots,
+            judged_next=layout.judged_next,
             judged_start=layout.judged_start,
             sampling=sampling,
             state=state,

@@ -48,7 +48,7 @@ def sample(logits: Tensor, step: Step, columns: Columns | None = None) -> Tensor
     adjusted = adjust(logits, sampling, batch, rows, step.state, columns)
     if step.guidance is not None:
         restrict(adjusted, logits, step.guidance, step.judged_start, columns)
-    slots, positions = batch.row_slots[rows], batch.indices[rows] + 1
+    slots, positions = step.judged_slots, step.judged_next
     if columns is not None:
         return choose_split(adjusted, sampling, slots, positions, columns)
     return choose(adjusted, sampling, slots, positions)

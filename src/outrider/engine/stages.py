@@ -82,7 +82,7 @@ class StagedRound(Round):
         hidden = self.target(step.batch, self.drafting.taps(step.shape))
         if not self.is_last:
             return Pass(hidden, hidden.last.new_empty(len(step.judged), 0))
-        return Pass(hidden, self.target.own_logits(hidden.last[step.judged]))
+        return Pass(hidden, self.target.own_logits(self.judged_of(hidden, step)))
 
     def choose(self, step: Step, logits: Tensor, out: Verdict | None = None) -> Verdict:
         """Only the last stage knows yet. Others have no say in it until the round lands."""

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from outrider.config import SpeculativeConfig
+from outrider.kernels.dispatch import use_triton
 from outrider.kernels.sampling import gumbel
 from outrider.types import Step
 
 Accepts = Callable[[Step, Tensor, Tensor], Tensor]
 SyntheticChoice = Callable[[Tensor, Step], Tensor]
+SPREAD = 0.6180339887  # times a length, without the whole part: numbers that are spread evenly over the rounds
 
 
 def synthetic_choice(settings: SpeculativeConfig | None) -> SyntheticChoice | None:
@@ -21,10 +23,19 @@ def synthetic_choice(settings: SpeculativeConfig | None) -> SyntheticChoice | No
     out is no text. None: the settings say nothing."""
     if settings is None or not settings.is_synthetic:
         return None
-    accepts = _by_rate(settings.synthetic_acceptance_rates or ())
     if settings.synthetic_acceptance_length is not None:
-        accepts = _by_length(settings.synthetic_acceptance_length)
-    return partial(_changed, accepts)
+        return partial(_first_ones, settings.synthetic_acceptance_length)
+    return partial(_changed, _by_rate(settings.synthetic_acceptance_rates or ()))
+
+
+def _first_ones(length: float, choice: Tensor, step: Step) -> Tensor:
+    """The first tokens of each draft are right, so many that `length` come of a round on average, as far as it
+    reaches."""
+    if len(choice) and use_triton(choice):
+        from outrider.kernels.gpu import synthetic as gpu
+
+        return gpu.accept_first(choice, step, int(length - 1), (length - 1) % 1, SPREAD)
+    return _changed(_by_length(length), choice, step)
 
 
 def _changed(accepts: Accepts, choice: Tensor, step: Step) -> Tensor:
@@ -32,22 +43,21 @@ def _changed(accepts: Accepts, choice: Tensor, step: Step) -> Tensor:
     is right. So does a row whose draft token is not judged: what it says is what the token would have been."""
     if not len(choice):
         return choice
-    batch, state, row = step.batch, step.state, step.judged
-    request, slots = batch.request[row], batch.row_slots[row]
+    state, slots = step.state, step.judged_slots
+    request = step.batch.request[step.judged]
     place = torch.arange(len(choice), device=choice.device) - step.judged_start[request]
-    draft = state.tokens[slots, batch.indices[row] + 1]
+    draft = state.tokens[slots, step.judged_next]
     another = (draft - 1).abs()  # a token that exists
     agreed = torch.where(accepts(step, request, place), draft, another)
     return torch.where(place < state.draft_count[slots], agreed, choice)
 
 
 def _by_length(length: float) -> Accepts:
-    """The first tokens, so many that `length` come of a round on average, as far as the draft reaches."""
     certain, rest = int(length - 1), (length - 1) % 1
 
     def accepts(step: Step, request: Tensor, place: Tensor) -> Tensor:
         lengths = (step.starts + step.num_rows - step.num_drafts)[request]
-        return place < certain + ((lengths * 0.6180339887).frac() < rest).long()  # spread evenly over the rounds
+        return place < certain + ((lengths * SPREAD).frac() < rest).long()
 
     return accepts
 
@@ -62,7 +72,7 @@ def _by_rate(rates: tuple[float, ...]) -> Accepts:
     def accepts(step: Step, request: Tensor, place: Tensor) -> Tensor:
         seeds = step.sampling.seed[step.batch.slots[request]]
         table, zero = on(seeds.device)
-        noise = gumbel(seeds, step.batch.indices[step.judged] + 1, zero)[:, 0]
+        noise = gumbel(seeds, step.judged_next, zero)[:, 0]
         return (-(-noise).exp()).exp() < table[seeds % len(rates)]
 
     return accepts

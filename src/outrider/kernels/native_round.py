@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.kernels.native import _address, _native
 from outrider.types import Batch, Draft, RoundShape, Seats, SlotState, Step, Verdict
 
-_LAY_OUT = struct.Struct("@22q 8q")  # the work structures of round.c
+_LAY_OUT = struct.Struct("@24q 8q")  # the work structures of round.c
 _JUDGE = struct.Struct("@15q 3q")
 _OUTCOME = struct.Struct("@15q 6q")
 _EXTENSION = struct.Struct("@14q 10q")
@@ -33,14 +33,14 @@ def _flags(tensor: Tensor) -> int:
 
 def lay_out(
     seats: Seats, shape: RoundShape, state: SlotState, pages: tuple[Tensor, int], *, missed: bool
-) -> tuple[Tensor, ...]:
-    """query_start; input_ids, indices, request, row_slots, locations; starts, num_rows, num_drafts; emits; judged,
-    judged_start; page_table. See kernels/round.py."""
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """query_start; input_ids, indices, request, row_slots, locations; starts, num_rows, num_drafts, emits, judged,
+    judged_slots, judged_next, judged_start; page_table. See kernels/round.py."""
     page_table, page_size = pages
     count, total, long = shape.num_seats, shape.num_rows, torch.int64
     rows, each = torch.empty(5, total, dtype=long), torch.empty(3, count, dtype=long)
     starts = torch.empty(2, count + 1, dtype=torch.int32)
-    emits, judged = torch.empty(count, dtype=torch.bool), torch.empty(shape.num_judged, dtype=long)
+    emits, judged = torch.empty(count, dtype=torch.bool), torch.empty(3, shape.num_judged, dtype=long)
     table = page_table.new_empty(count, page_table.shape[1])
     query_start, judged_start = starts.unbind()
     work = _LAY_OUT.pack(
@@ -52,14 +52,14 @@ def lay_out(
         *map(_whole, rows.unbind()),
         *map(_whole, each.unbind()),
         _flags(emits),
-        _whole(judged),
+        *map(_whole, judged.unbind()),
         _small(judged_start),
         _small(table),
         *(state.tokens.shape[1], page_table.shape[1], page_size, count, total, shape.num_judged),
         *(state.null_slot, int(missed)),
     )
     _native().lay_out(work)
-    return (query_start, *rows.unbind(), *each.unbind(), emits, judged, judged_start, table)
+    return query_start, rows.unbind(), (*each.unbind(), emits, *judged.unbind(), judged_start), table
 
 
 def judge(step: Step, choice: Tensor) -> Verdict:

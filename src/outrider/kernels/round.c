@@ -7,7 +7,7 @@ typedef struct {
     int32_t *query_start;
     int64_t *input_ids, *indices, *requests, *row_slots, *locations, *starts, *num_rows, *num_drafts;
     uint8_t *emits_out;
-    int64_t *judged;
+    int64_t *judged, *judged_slots, *judged_next;
     int32_t *judged_start, *table;
     long tokens_row, table_row, page_size, num_requests, total, num_judged, null_slot, missed;
 } lay_out_work;
@@ -39,8 +39,11 @@ EXPORT void outrider_lay_out(const lay_out_work *work) {
             work->locations[at] = pages[index / work->page_size] * (int64_t)work->page_size + index % work->page_size;
         }
         row += count;
-        for (int64_t i = 0; says && i <= drafts && judged < work->num_judged; i++)
-            work->judged[judged++] = row - 1 - drafts + i;
+        for (int64_t i = 0; says && i <= drafts && judged < work->num_judged; i++, judged++) {
+            work->judged[judged] = row - 1 - drafts + i;
+            work->judged_slots[judged] = slot;
+            work->judged_next[judged] = start + count - drafts + i;
+        }
     }
     work->query_start[work->num_requests] = (int32_t)row;
     work->judged_start[work->num_requests] = (int32_t)judged;
@@ -49,7 +52,11 @@ EXPORT void outrider_lay_out(const lay_out_work *work) {
         work->requests[at] = work->num_requests - 1;
         work->row_slots[at] = work->null_slot;
     }
-    for (; judged < work->num_judged; judged++) work->judged[judged] = 0;
+    for (; judged < work->num_judged; judged++) {
+        work->judged[judged] = 0;
+        work->judged_slots[judged] = work->null_slot;
+        work->judged_next[judged] = 1;
+    }
 }
 
 typedef struct {

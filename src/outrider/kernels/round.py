@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.kernels import native_round
 from outrider.kernels.dispatch import use_native, use_native_round, use_triton
+from outrider.kernels.mail import Mail
 from outrider.types import NULL_PAGE, Batch, Draft, Outcome, RoundShape, Seats, SlotState, Step, Verdict
 
 NUM_COUNTS = 6  # numbers of an outcome that come before its tokens
@@ -38,6 +39,8 @@ class Layout:
     num_drafts: Tensor  # [B]
     emits: Tensor  # [B] bool
     judged: Tensor  # [L]
+    judged_slots: Tensor  # [L]
+    judged_next: Tensor  # [L]
     judged_start: Tensor  # [B + 1] int32
 
     @classmethod
@@ -56,6 +59,8 @@ class Layout:
             num_drafts=new(count),
             emits=new(count, dtype=torch.bool),
             judged=new(shape.num_judged),
+            judged_slots=new(shape.num_judged),
+            judged_next=new(shape.num_judged),
             judged_start=new(count + 1, dtype=torch.int32),
         )
 
@@ -71,6 +76,8 @@ class Layout:
             num_drafts=self.num_drafts[:count],
             emits=self.emits[:count],
             judged=self.judged[: shape.num_judged],
+            judged_slots=self.judged_slots[: shape.num_judged],
+            judged_next=self.judged_next[: shape.num_judged],
             judged_start=self.judged_start[: count + 1],
         )
 
@@ -100,10 +107,8 @@ def lay_out(
 
         return gpu.lay_out(seats, shape, state, pages, missed=missed, out=out)
     if use_native_round(seats.slots):
-        start, *rows, starts, num_rows, num_drafts, emits, judged, judged_start, table = native_round.lay_out(
-            seats, shape, state, pages, missed=missed
-        )
-        found = Layout(Rows(start, *rows), table, starts, num_rows, num_drafts, emits, judged, judged_start)
+        start, rows, each, table = native_round.lay_out(seats, shape, state, pages, missed=missed)
+        found = Layout(Rows(start, *rows), table, *each)
     else:
         found = lay_out_reference(seats, shape, state, pages, missed=missed)
     return found if out is None else out.copy_from(found)
@@ -135,7 +140,11 @@ def lay_out_reference(
     judged_start = _starts(torch.where(emits, 1 + num_drafts, 0))
     owner, place, real = _owners(judged_start, shape.num_judged)
     judged = torch.where(real, query_start[1:][owner] - 1 - num_drafts[owner] + place, 0)
-    return Layout(rows, table, starts, num_rows, num_drafts, emits, judged, judged_start.int())
+    judged_slots = torch.where(real, slots[owner], state.null_slot)
+    judged_next = torch.where(real, (starts + num_rows - num_drafts)[owner] + place, 1)
+    return Layout(
+        rows, table, starts, num_rows, num_drafts, emits, judged, judged_slots, judged_next, judged_start.int()
+    )
 
 
 def _starts(counts: Tensor) -> Tensor:
@@ -250,9 +259,9 @@ class Catching:
         return 1 + self.back + self.extra
 
 
-def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor]:
-    """One row for every token of the pass and `more` of every request: cache indices start - back ..., and which of
-    them is each request's newest token [B]."""
+def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor, Tensor]:
+    """One row for every token of the pass and `more` of every request: cache indices start - back ..., those of the
+    tokens `lag` places before, and which row is each request's newest token [B]."""
     if use_triton(step.starts):
         from outrider.kernels.gpu import round as gpu
 
@@ -261,11 +270,15 @@ def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor]:
         *rows, last = native_round.extension_rows(
             step, catching.more, first_key=catching.first_key, back=catching.back, extra=catching.extra
         )
-        return Rows(*rows), last
+        return Rows(*rows), _lagging(rows[2], catching.lag), last
     return extension_rows_reference(step, catching)
 
 
-def extension_rows_reference(step: Step, catching: Catching) -> tuple[Rows, Tensor]:
+def _lagging(indices: Tensor, lag: int) -> Tensor:
+    return (indices - lag).clamp(min=0) if lag else indices
+
+
+def extension_rows_reference(step: Step, catching: Catching) -> tuple[Rows, Tensor, Tensor]:
     batch, state, back, more = step.batch, step.state, catching.back, catching.more
     num_requests = len(batch.slots)
     query_start = batch.query_start.long() + more * torch.arange(num_requests + 1, device=batch.slots.device)
@@ -285,7 +298,8 @@ def extension_rows_reference(step: Step, catching: Catching) -> tuple[Rows, Tens
         row_slots=row_slots,
         locations=torch.where(known, page, NULL_PAGE) * batch.page_size + indices % batch.page_size,
     )
-    return rows, query_start[:-1] + back + torch.minimum(lengths - 1 - step.starts, step.num_rows)
+    last = query_start[:-1] + back + torch.minimum(lengths - 1 - step.starts, step.num_rows)
+    return rows, _lagging(indices, catching.lag), last
 
 
 def shift_taps(step: Step, taps: Tensor, carried: Tensor, rows: Batch, back: int) -> Tensor:
@@ -310,21 +324,6 @@ def shift_taps_reference(step: Step, taps: Tensor, carried: Tensor, rows: Batch,
     return source[torch.where(before < 0, request * count + count + before, own)]
 
 
-def rows_ahead(step: Step, depth: int) -> tuple[Tensor, Tensor]:
-    """Cache indices of `depth` places from each request's newest token on, and where they are written, [depth, B]."""
-    if use_native_round(step.starts):
-        return native_round.rows_ahead(step, depth)
-    return rows_ahead_reference(step, depth)
-
-
-def rows_ahead_reference(step: Step, depth: int) -> tuple[Tensor, Tensor]:
-    batch = step.batch
-    request = torch.arange(len(batch.slots), device=batch.slots.device)
-    indices = step.state.lengths[batch.slots] - 1 + torch.arange(depth, device=request.device)[:, None]
-    page = batch.page_table[request, indices // batch.page_size].long()
-    return indices, torch.where(step.emits, page, NULL_PAGE) * batch.page_size + indices % batch.page_size
-
-
 def with_forced(step: Step, verdict: Verdict, draft: Draft) -> Draft:
     """The draft, but where a grammar forces what comes next, that: unless the draft says the same and more. What is
     forced was foreseen before the verdict, and counts if the verdict begins it."""
@@ -346,18 +345,20 @@ def with_forced(step: Step, verdict: Verdict, draft: Draft) -> Draft:
     return Draft(tokens, torch.where(replaced, num_left, draft.count), draft.predicted, counts)
 
 
-def write_outcome(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:
+def write_outcome(step: Step, verdict: Verdict, draft: Draft | None, mail: Mail | None = None) -> Tensor:
     """Keeps the draft, or what a grammar forces instead, right behind the committed tokens, where the next round finds
     both with one gather, notes how much of the text the drafter has seen, and writes down what the host must know,
-    [B, NUM_COUNTS + J + K]; read_outcome() reads a row of it."""
+    [B, NUM_COUNTS + J + K]; read_outcome() reads a row of it. `mail`: where the outcome goes; then [R, B, ...]."""
     if use_triton(step.starts):
         from outrider.kernels.gpu import round as gpu
 
-        return gpu.write_outcome(step, verdict, draft)
+        return gpu.write_outcome(step, verdict, draft, mail)
     if use_native_round(step.starts):
         draft = None if draft is None else with_forced(step, verdict, draft)
-        return native_round.write_outcome(step, verdict, draft, NUM_COUNTS)
-    return write_outcome_reference(step, verdict, draft)
+        found = native_round.write_outcome(step, verdict, draft, NUM_COUNTS)
+    else:
+        found = write_outcome_reference(step, verdict, draft)
+    return found if mail is None else mail.put(found)
 
 
 def write_outcome_reference(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:

@@ -103,16 +103,24 @@ def choose_split(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Te
     return columns.ranks.best(values[:, 0], best[:, 0] + columns.begin)
 
 
-def choose(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
+def choose(
+    logits: Tensor,
+    sampling: Sampling,
+    rows: Tensor,
+    positions: Tensor,
+    ids: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """The token of each row [R]: `rows` is its slot in `sampling`, `positions` where the token will stand.
 
     `ids` [V] gives the target's id of each column where the columns are a reduced vocabulary; the result is in
     target ids. Drafters call this too: with the same noise their choice coincides with the target's most often.
+    `out` [R]: where to put the tokens, dense.
     """
     if sampling.extra and not sampling.greedy:
         logits = without_dropped(logits, sampling, rows, GREEDY_TEMPERATURE)
     if use_triton(logits):
-        return _choose_triton(logits, sampling, rows, positions, ids)
+        return _choose_triton(logits, sampling, rows, positions, ids, out)
     best = argmax(logits)
     if not sampling.greedy:
         temperature = sampling.temperature[rows]
@@ -122,10 +130,13 @@ def choose(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, 
         columns = torch.arange(logits.shape[-1], device=logits.device) if ids is None else ids
         drawn = argmax(scaled + gumbel(sampling.seed[rows], positions, columns))
         best = torch.where(temperature <= GREEDY_TEMPERATURE, best, drawn)
-    return best if ids is None else ids[best]
+    best = best if ids is None else ids[best]
+    return best if out is None else out.copy_(best)
 
 
-def _choose_triton(logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, ids: Tensor | None) -> Tensor:
+def _choose_triton(
+    logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, ids: Tensor | None, out: Tensor | None
+) -> Tensor:
     from outrider.kernels.gpu import filter as gpu_filter
     from outrider.kernels.gpu import sampling as gpu
 
@@ -144,4 +155,5 @@ def _choose_triton(logits: Tensor, sampling: Sampling, rows: Tensor, positions: 
         greedy=sampling.greedy,
         least=GREEDY_TEMPERATURE,
         cut=cut,
+        out=out,
     )

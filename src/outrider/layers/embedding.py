@@ -1,7 +1,6 @@
 """Token embedding and language-model head: modules that a drafter may share whole."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.kernels.linear import linear
@@ -10,6 +9,7 @@ from outrider.kernels.native_tiles import untile_rows
 from outrider.kernels.packed import TILES, Packed
 from outrider.kernels.quantised import Quantised
 from outrider.kernels.sampling import Columns
+from outrider.kernels.take import take_rows
 from outrider.layers.linear import empty_matrix
 from outrider.layers.split import current_ranks, cut, vocabulary_share, whole
 from outrider.types import Batch
@@ -44,11 +44,10 @@ class Embedding(nn.Module):
         return self.ranks.sum(torch.where(is_own[..., None], rows, 0))
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        if self.packed is None:
-            rows = F.embedding(ids, self.weight)
-        else:
-            rows = untile_rows(self.packed, ids) if self.packed.kind == TILES else unpack_rows(self.packed, ids)
         # The scale is rounded to the weights' own precision first, as the models that have one were trained.
+        if self.packed is None:
+            return take_rows(self.weight, ids, self.scale)
+        rows = untile_rows(self.packed, ids) if self.packed.kind == TILES else unpack_rows(self.packed, ids)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype)
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.gpu import launch
+from outrider.kernels.mail import Mail
 from outrider.kernels.round import NUM_COUNTS, Catching, Layout, Rows
 from outrider.types import Batch, Draft, RoundShape, Seats, SlotState, Step, Verdict
 
@@ -35,7 +36,7 @@ def _owner(ends, place, num_requests):
 def _lay_out(
     slots, pending, allowed, emits, tokens, seen, computed, draft_count, page_table,
     query_start, input_ids, indices, requests, row_slots, locations,
-    starts, num_rows, num_drafts, emits_out, judged, judged_start, table,
+    starts, num_rows, num_drafts, emits_out, judged, judged_slots, judged_next, judged_start, table,
     tokens_row, table_row, page_size, num_requests, total, num_judged, null_slot,
     MISSED: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -91,8 +92,11 @@ def _lay_out(
         owner, first = _owner(judged_ends, at, num_requests)
         is_owner = seat[None, :] == owner[:, None]
         row = tl.sum(tl.where(is_owner, (ends - 1 - drafts)[None, :], 0), 1) + at - first
-        row = tl.where(at < tl.max(judged_ends), row, 0)
-        tl.store(judged + at, row.to(tl.int64), mask=at < num_judged)
+        place = tl.sum(tl.where(is_owner, (start + count - drafts)[None, :], 0), 1) + at - first
+        real, fits = at < tl.max(judged_ends), at < num_judged
+        tl.store(judged + at, tl.where(real, row, 0).to(tl.int64), mask=fits)
+        tl.store(judged_slots + at, tl.where(real, tl.load(slots + owner), null_slot), mask=fits)
+        tl.store(judged_next + at, tl.where(real, place, 1), mask=fits)
 
 
 def lay_out(
@@ -114,9 +118,9 @@ def lay_out(
         slots, seats.pending, seats.allowed, seats.emits, state.tokens, state.followed if missed else state.computed,
         state.computed, state.draft_count, page_table,
         rows.query_start, rows.input_ids, rows.indices, rows.request, rows.row_slots, rows.locations,
-        layout.starts, layout.num_rows, layout.num_drafts, layout.emits, layout.judged, layout.judged_start,
-        layout.page_table, state.tokens.stride(0), page_table.shape[1], page_size, count, total, shape.num_judged,
-        state.null_slot,
+        layout.starts, layout.num_rows, layout.num_drafts, layout.emits, layout.judged, layout.judged_slots,
+        layout.judged_next, layout.judged_start, layout.page_table,
+        state.tokens.stride(0), page_table.shape[1], page_size, count, total, shape.num_judged, state.null_slot,
         MISSED=missed, ROWS=block, BLOCK_B=block_b, BLOCK=BLOCK, EARLY=early, num_warps=4, **launch.options(early),
     )  # fmt: skip
     return layout
@@ -240,8 +244,8 @@ def keep_taps(step: Step, taps: Tensor, carried: Tensor, verdict: Verdict, kept:
 @launch.jit_for_any_size
 def _extension_rows(
     slots, starts, num_rows, old_start, lengths, tokens, page_table,
-    new_start, requests, row_slots, indices, input_ids, locations, last,
-    tokens_row, table_row, page_size, num_requests, total, last_index, null_slot, first_key, back, extra,
+    new_start, requests, row_slots, indices, positions, input_ids, locations, last,
+    tokens_row, table_row, page_size, num_requests, total, last_index, null_slot, first_key, lag, back, extra,
     ROWS: tl.constexpr, BLOCK_B: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _begin(EARLY)
@@ -270,25 +274,27 @@ def _extension_rows(
     tl.store(requests + at, owner.to(tl.int64), mask=fits)
     tl.store(row_slots + at, slot, mask=fits)
     tl.store(indices + at, index, mask=fits)
+    tl.store(positions + at, tl.maximum(index - lag, 0), mask=fits)
     tl.store(input_ids + at, tl.load(tokens + slot * tokens_row + index, mask=fits, other=0), mask=fits)
     tl.store(locations + at, page * page_size + index % page_size, mask=fits)
 
 
-def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor]:
+def extension_rows(step: Step, catching: Catching) -> tuple[Rows, Tensor, Tensor]:
     batch, state, early = step.batch, step.state, launch.early(step.starts)
     num_requests = len(batch.slots)
     total = len(batch.input_ids) + catching.more * num_requests
-    rows, last = _new_rows(batch.slots, total), torch.empty_like(batch.slots)
+    rows, positions, last = _new_rows(batch.slots, total), batch.slots.new_empty(total), torch.empty_like(batch.slots)
     block_b = triton.next_power_of_2(num_requests)
     block = _rows_per_program(block_b)
     _extension_rows[(triton.cdiv(total, block),)](
         batch.slots, step.starts, step.num_rows, batch.query_start, state.lengths, state.tokens, batch.page_table,
-        rows.query_start, rows.request, rows.row_slots, rows.indices, rows.input_ids, rows.locations, last,
-        state.tokens.stride(0), batch.page_table.stride(0), batch.page_size, num_requests, total,
-        state.tokens.shape[1] - 1, state.null_slot, catching.first_key, catching.back, catching.extra,
+        rows.query_start, rows.request, rows.row_slots, rows.indices, positions, rows.input_ids, rows.locations,
+        last, state.tokens.stride(0), batch.page_table.stride(0), batch.page_size, num_requests, total,
+        state.tokens.shape[1] - 1, state.null_slot, catching.first_key, catching.lag, catching.back,
+        catching.extra,
         ROWS=block, BLOCK_B=block_b, EARLY=early, num_warps=4, **launch.options(early),
     )  # fmt: skip
-    return rows, last
+    return rows, positions, last
 
 
 @triton.jit(do_not_specialize=["num_carried", "back"])
@@ -321,15 +327,18 @@ def shift_taps(step: Step, taps: Tensor, carried: Tensor, rows: Batch, back: int
 @launch.jit_for_any_size
 def _write_outcome(
     slots, lengths, tokens, computed, followed, draft_count, judged, count, kept, predicted, choice, draft, made,
-    num_forced, forced, table, tokens_row, forced_row, width, depth, most, columns,
+    num_forced, forced, number, table, tokens_row, forced_row, draft_row, draft_column, width, depth, most, columns,
+    room, NUM_ROUNDS: tl.constexpr,
     HAS_DRAFT: tl.constexpr, HAS_PREDICTED: tl.constexpr, HAS_FORCED: tl.constexpr, FOLLOWS: tl.constexpr,
     COUNTS: tl.constexpr, BLOCK_W: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """`most`: tokens that a grammar may put into a draft."""
+    """`most`: tokens that a grammar may put into a draft; `room`: for each of NUM_ROUNDS outcomes."""
     _begin(EARLY)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + request)
     row = table + request * columns
+    if NUM_ROUNDS > 0:
+        row += (tl.load(number) % NUM_ROUNDS) * room
     place = tl.arange(0, BLOCK_W)
     drafted = tl.full((), 0, dtype=tl.int64)
     is_predicted, is_forced = tl.full((), 0, dtype=tl.int64), tl.full((), 0, dtype=tl.int64)
@@ -339,7 +348,7 @@ def _write_outcome(
         is_predicted = tl.load(predicted + request).to(tl.int64)
     if HAS_DRAFT:
         drafted = tl.load(made + request).to(tl.int64)
-        token = tl.load(draft + request * depth + place, mask=place < depth, other=0)
+        token = tl.load(draft + request * draft_row + place * draft_column, mask=place < depth, other=0)
         if HAS_FORCED:
             left = tl.load(num_forced + request * forced_row).to(tl.int64) - said
             left = tl.minimum(left, most)
@@ -367,20 +376,22 @@ def _write_outcome(
     tl.store(row + COUNTS + place, chosen, mask=place < width)
 
 
-def write_outcome(step: Step, verdict: Verdict, draft: Draft | None) -> Tensor:
+def write_outcome(step: Step, verdict: Verdict, draft: Draft | None, mail: Mail | None = None) -> Tensor:
     state, early, guidance = step.state, launch.early(step.starts), step.guidance
     num_requests, width = verdict.tokens.shape
     depth = 0 if draft is None else draft.tokens.shape[1]
     predicted = None if draft is None else draft.predicted
     columns, none = NUM_COUNTS + width + depth, verdict.count
-    table = verdict.tokens.new_empty(num_requests, columns)
+    table = verdict.tokens.new_empty(num_requests, columns) if mail is None else mail.tables(num_requests, columns)
     _write_outcome[(num_requests,)](
         step.batch.slots, state.lengths, state.tokens, state.computed, state.followed, state.draft_count,
         step.num_drafts, verdict.count, verdict.kept, none if predicted is None else predicted, verdict.tokens,
-        none if draft is None else draft.tokens.contiguous(), none if draft is None else draft.count,
-        none if guidance is None else guidance.num_forced, none if guidance is None else guidance.forced, table,
-        state.tokens.stride(0), 0 if guidance is None else guidance.forced.stride(0), width, depth,
-        min(step.depth, depth), columns,
+        none if draft is None else draft.tokens, none if draft is None else draft.count,
+        none if guidance is None else guidance.num_forced, none if guidance is None else guidance.forced,
+        none if mail is None else mail.number, table,
+        state.tokens.stride(0), 0 if guidance is None else guidance.forced.stride(0),
+        *((0, 0) if draft is None else draft.tokens.stride()), width, depth, min(step.depth, depth), columns,
+        0 if mail is None else mail.outcomes.stride(0), NUM_ROUNDS=0 if mail is None else len(mail.outcomes),
         HAS_DRAFT=draft is not None, HAS_PREDICTED=predicted is not None, HAS_FORCED=guidance is not None,
         FOLLOWS=not step.shape.rests, COUNTS=NUM_COUNTS, BLOCK_W=triton.next_power_of_2(max(width, depth)),
         EARLY=early, num_warps=1, **launch.options(early),

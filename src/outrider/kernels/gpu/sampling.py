@@ -85,11 +85,13 @@ def choose(
     greedy: bool,
     least: float,
     cut: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The token of each row [R] of logits [R, V]; options by request [B]. At or under the temperature `least` a row is
-    greedy. `cut`: where filters cut the rows off (filter.py)."""
+    greedy. `cut`: where filters cut the rows off (filter.py). `out`: where to put the tokens."""
     num_rows, width = logits.shape
-    out = torch.empty(num_rows, dtype=torch.long, device=logits.device)
+    if out is None:
+        out = torch.empty(num_rows, dtype=torch.long, device=logits.device)
     if not num_rows:
         return out
     num_blocks = triton.cdiv(width, BLOCK)

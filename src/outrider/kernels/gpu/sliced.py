@@ -38,7 +38,7 @@ def _linear(
     KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_OFFSET: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IEEE: tl.constexpr, FAST: tl.constexpr, SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, MANY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """data [N, width]: runs of PARTS * PART numbers, PART words each. GATED: its rows are gates, then ups."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -65,6 +65,7 @@ def _linear(
     total, second, _ = sums(
         x_at, row_fits, data_at, up, scale_at, offset_at, x, 0.0, num_columns, run, inner, num_runs, scale_stride,
         KIND, PART, GROUP, EVEN, False, HAS_OFFSET, False, GATED, IEEE, FAST, SLICES, SLICES, BLOCK_M, BLOCK_N, STAGES,
+        MANY,
     )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -118,7 +119,8 @@ def linear(
         KIND=kind, PART=part, GROUP=group, EVEN=even, HAS_SCALE=scale is not None, HAS_OFFSET=offset is not None,
         GATED=int(gated), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, IEEE=x.dtype == torch.float32,
         FAST=x.is_cuda and x.dtype == torch.bfloat16, SLICES=tile.slices, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        STAGES=tile.stages, EARLY=early, num_warps=tile.warps, num_stages=tile.stages,
+        STAGES=tile.stages, MANY=bool(gated) or (not exact and tile.block_n >= 64), EARLY=early,
+        num_warps=tile.warps, num_stages=tile.stages,
         **launch.options(bool(early)),
     )  # fmt: skip
     return out
@@ -127,7 +129,7 @@ def linear(
 def tile_for(
     num_rows: int, num_columns: int, inner: int, num_parts: int, gated: int, exact: bool, num_bytes: int
 ) -> Tile:
-    """Measured on an H200 (docs/diary.md). Only the number of slices changes the order of a sum."""
+    """Measured on an H200 (docs/diary.md). Only the number of slices, and 64 outputs, change the order of a sum."""
     block_m = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
     slices = 8 if num_parts > 1 and inner >= LONG and block_m < 32 and not exact and not gated else 4
     block_n = 16 if block_m == 8 or (gated and num_parts < 4) else 32
@@ -139,9 +141,11 @@ def tile_for(
             block_n = 32
         if num_rows > 32:
             block_n = 64 if not gated else 32
+        elif block_m == 8 and (num_rows > 1 if gated else num_columns >= MANY):
+            block_n = 64
     stages = 3 if gated or block_m == 32 or (block_m == 16 and num_parts > 1 and slices == 4) else 4
-    if gated and num_parts == 4 and block_m == 8:
-        stages = 2
+    if block_m == 8 and num_parts == 4:
+        stages = 3 if block_n == 64 else 2 if gated else stages
     matrices = 2 if gated else 1
     while stages > 2 and stages * slices * 128 * num_bytes * (block_n * matrices / num_parts + block_m) > MAX_SHARED:
         stages -= 1

@@ -47,13 +47,16 @@ def sums(
     KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, POWERS: tl.constexpr,
     HAS_OFFSET: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr, IEEE: tl.constexpr, FAST: tl.constexpr,
     SLICES: tl.constexpr, STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    MANY: tl.constexpr = False,
 ):  # fmt: skip
     """[S, N, M] float32, twice: the slices' products; and of rows that are to be normed their squares, [S, K, M]. x_at
     and data_at point to where each slice begins, which takes every STEP-th run from number run [S] on. TWO: the second
     half of the weight's rows, `up` words on, as well. NORM: rows are multiplied by the norm's weight here; what comes
-    of it is still to be divided by their root mean square."""
+    of it is still to be divided by their root mean square. MANY: there are so many outputs that instructions count, and
+    not how long one of them takes."""
     PARTS: tl.constexpr = 1 if KIND == 5 else (2 if KIND > 2 else 4)
     RUN: tl.constexpr = PARTS * PART
+    RAISED: tl.constexpr = MANY or HAS_OFFSET
     place = tl.arange(0, PART)
     total = tl.zeros((SLICES, BLOCK_N, BLOCK_M), dtype=tl.float32)
     second = tl.zeros_like(total)
@@ -93,7 +96,7 @@ def sums(
         else:
             total = widen.plus(
                 total, bits, a0, a1, a2, a3, m0, m1, m2, m3, scale_at, offset_at, number[:, None], inner, scale_stride,
-                KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST,
+                KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST, RAISED,
             )  # fmt: skip
         if TWO:
             bits = tl.load(data_at + up + first * PART, mask=EVEN | fits, other=0)
@@ -103,7 +106,7 @@ def sums(
             else:
                 second = widen.plus(
                     second, bits, a0, a1, a2, a3, m0, m1, m2, m3, scale_at + num_columns, offset_at + num_columns,
-                    number[:, None], inner, scale_stride, KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST,
+                    number[:, None], inner, scale_stride, KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST, RAISED,
                 )  # fmt: skip
     return total, second, squares
 

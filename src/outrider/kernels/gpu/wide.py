@@ -84,13 +84,13 @@ def _wide(
         at = number + tl.arange(0, 1)
         total = widen.plus(
             total, bits, a0, a1, a2, a3, m0, m1, m2, m3, scale_at, offset_at, at, inner, scale_stride,
-            KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST,
+            KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST, False,
         )  # fmt: skip
         if GATED:
             bits = tl.load(data_at + up + run * PART)
             second = widen.plus(
                 second, bits, a0, a1, a2, a3, m0, m1, m2, m3, scale_at + num_columns, offset_at + num_columns, at,
-                inner, scale_stride, KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST,
+                inner, scale_stride, KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST, False,
             )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
