@@ -126,7 +126,7 @@ def test_rows_ahead(people: list[list[int]], shape: RoundShape, depth: int) -> N
     assert found.following().equal(wanted.following())
 
 
-@pytest.mark.parametrize("length", [1.0, 2.4, 3.0, 5.7])
+@pytest.mark.parametrize("length", [1.0, 1.5, 1.9, 2.4, 3.0])
 @pytest.mark.parametrize(("people", "shape"), [ROUNDS[0], ROUNDS[2]])
 def test_made_up_acceptance(people: list[list[int]], shape: RoundShape, length: float) -> None:
     step = make_step(make_cache(), people, shape)
