@@ -68,6 +68,40 @@ def test_experts(
         check(few_experts.experts(x, ids, shares, weights, activation), wanted, dtype, 4)
 
 
+FEW_CASES = [
+    # rows, experts, chosen, hidden, inner, activation, gated, bias, normed
+    (1, 4, 3, 600, 20, silu_mul, True, True, False),  # rows in pieces, the last of them not full
+    (6, 7, 2, 264, 24, silu_mul, True, False, True),
+    (8, 3, 3, 20, 300, relu2, False, True, False),
+    (2, 2, 1, 2064, 8, torch.tanh, False, False, True),  # larger pieces
+    (3, 20, 10, 24, 520, silu_mul, True, False, False),  # several experts a warp
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "num_experts", "chosen", "hidden", "inner", "activation", "gated", "bias", "normed"), FEW_CASES
+)
+@torch.no_grad()
+def test_few_rows(
+    rows: int, num_experts: int, chosen: int, hidden: int, inner: int, activation: Activation, gated: bool, bias: bool,
+    normed: bool, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    weights = make_weights(num_experts, hidden, inner, dtype, gated=gated, bias=bias)
+    x, residual = random(rows, hidden + 8, dtype=dtype)[:, :hidden], random(rows, hidden, dtype=dtype, seed=5)
+    ids, shares = route(rows, num_experts, chosen)
+    given = Normed(x, random(hidden, seed=3), 1e-5, 0.5, True) if normed else x
+    plain = rms_norm_reference(x, random(hidden, seed=3), 1e-5, offset=0.5, wide=True) if normed else x
+    wanted = experts_reference(plain, ids, shares, weights, activation) + residual
+    found = few_experts.experts(given, ids, shares, weights, activation, residual)
+    check(found, wanted, dtype, 8)
+    for row in range(rows):  # bits do not depend on the company
+        own = slice(row, row + 1)
+        mine = Normed(x[own], random(hidden, seed=3), 1e-5, 0.5, True) if normed else x[own]
+        alone = few_experts.experts(mine, ids[own], shares[own], weights, activation, residual[own])
+        assert torch.equal(alone, found[own])
+
+
 @pytest.mark.parametrize(("rows", "num_experts", "count"), [(1, 8, 2), (5, 60, 6), (3, 128, 8), (2, 5, 5)])
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,7 @@ from outrider.kernels.gpu import launch
 from outrider.kernels.norm import Normed
 
 MAX_ROWS, MAX_EXPERTS, MAX_WIDTH = 8, 256, 4096  # that route() takes
-BLOCK_N = 4  # experts of a program
+BLOCK_N = 2  # experts of a program
 BLOCK_M = 8  # rows that choose at the same time, a warp each
 MIN_BLOCK = 128  # experts that give every thread of a warp some
 
@@ -49,7 +49,7 @@ def _choose(
     tl.store(shares + at, power / total[:, None], mask=is_chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # compiled once for any number
 def _softmax_top(
     logits, ids, shares, num_rows, num_experts, count, row_stride,
     RENORMALISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,

@@ -3,8 +3,6 @@ only the experts that were chosen, each of them once on the way up; more rows co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -13,23 +11,12 @@ from torch import Tensor
 from outrider.kernels.activation import Activation
 from outrider.kernels.gpu import gates, launch
 from outrider.kernels.gpu.gates import activated
-from outrider.kernels.gpu.launch import prefetch
 from outrider.kernels.gpu.sums import Operand, sums
 from outrider.kernels.norm import Normed, materialised
 
 MAX_FEW = 8  # rows that a tensor core takes at once
 MAX_TILE = 32  # rows of a tile
 MAX_SHARED = 200 * 2**10  # bytes of a program's buffers
-
-
-@dataclass(frozen=True)
-class Tile:
-    slices: int  # of an expert
-    block_n: int  # outputs of a program
-    stages: int
-    warps: int
-    early: int = 2  # 1: the next launch begins when this one has, 2: when it ends
-    ahead: bool = False  # weights are brought nearer before the input is there
 
 
 @triton.jit
@@ -46,8 +33,6 @@ def _tile(
     those of the tiles. TWO: the weight's rows are gates, then ups."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
-        if EARLY == 1:
-            tl.extra.cuda.gdc_launch_dependents()
     number = tl.program_id(1)
     expert = tl.load(experts + number)
     if FEW:
@@ -76,7 +61,7 @@ def _tile(
         scale_at, offset_at, norm, norm_offset, num_columns, run, inner, num_runs, scale_stride,
         KIND, PART, GROUP, EVEN, POWERS, HAS_OFFSET, NORM, TWO, IEEE, FAST, SLICES, SLICES, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
-    if EARLY == 2:
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     total, second = tl.sum(total, 0), tl.sum(second, 0)
     if NORM:
@@ -103,10 +88,10 @@ def _down(
     KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, POWERS: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IEEE: tl.constexpr, FAST: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a row: the sum of its experts' answers, one expert to SPLIT slices."""
-    if EARLY and AHEAD == 0:
+    if EARLY:
         tl.extra.cuda.gdc_wait()
     SLICES: tl.constexpr = EXPERTS * SPLIT
     place = tl.program_id(0)  # next to each other: rows that chose the same expert read it at the same time
@@ -115,24 +100,16 @@ def _down(
     run = slice % SPLIT
     is_chosen = chosen < num_chosen
     pair = place * num_chosen + tl.minimum(chosen, num_chosen - 1)
-    expert = tl.load(ids + pair, cache_modifier=".cg")
-    share = tl.load(shares + pair, cache_modifier=".cg")
+    expert = tl.load(ids + pair)
+    share = tl.load(shares + pair)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     near = tl.minimum(column, num_columns - 1)
     first_row = expert.to(tl.int64) * num_columns
     rows = first_row[:, None] + near[None, :]
     data_at = data + rows[:, :, None] * width + run[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
-    if EARLY and AHEAD > 0:
-        each = tl.arange(0, EXPERTS)
-        nearer = tl.load(ids + place * num_chosen + tl.minimum(each, num_chosen - 1), cache_modifier=".cg").to(tl.int64)
-        nearer = data + (nearer[:, None] * num_columns + near[None, :]) * width
-        prefetch(tl.reshape(nearer, (EXPERTS * BLOCK_N,)), AHEAD)
-        tl.extra.cuda.gdc_wait()
     lane = tl.arange(0, BLOCK_M)
     x_at = x + pair.to(tl.int64)[:, None, None] * inner + (lane * 0)[None, None, :]
     more = share
-    if EARLY == 1:
-        tl.extra.cuda.gdc_launch_dependents()
     if HAS_RESIDUAL:  # asked for before the sums are made
         more = tl.load(residual + place.to(tl.int64) * residual_stride + near)
     total, _, _ = sums(
@@ -140,7 +117,7 @@ def _down(
         offset + rows, x, 0.0, num_columns, run, inner, num_runs, scale_stride,
         KIND, PART, GROUP, EVEN, POWERS, HAS_OFFSET, False, False, IEEE, FAST, SLICES, SPLIT, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
-    if EARLY == 2:
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     kind: tl.constexpr = out.dtype.element_ty
     answer = tl.sum(total, 2)  # of eight rows one is real
@@ -155,16 +132,9 @@ def _down(
     tl.store(out + place.to(tl.int64) * num_columns + column, value.to(kind), mask=column < num_columns)
 
 
-def up_few(
-    x: Tensor | Normed,
-    ids: Tensor,
-    weight: Operand,
-    bias: Tensor | None,
-    activation: Activation,
-    tile: Tile | None = None,
-) -> Tensor:
+def up_few(x: Tensor | Normed, ids: Tensor, weight: Operand, bias: Tensor | None, activation: Activation) -> Tensor:
     """x [T, H], ids [T, k] -> [T * k, I]: what each pair's expert makes of its row."""
-    return _tiles_of(x, ids, None, weight, bias, ids.shape[1], ids.numel(), activation, MAX_FEW, tile)
+    return _tiles_of(x, ids, None, weight, bias, ids.shape[1], ids.numel(), activation, MAX_FEW)
 
 
 def in_tiles(
@@ -190,7 +160,6 @@ def _tiles_of(
     num_pairs: int,
     activation: Activation | None,
     block_m: int,
-    tile: Tile | None = None,
 ) -> Tensor:
     gate, alpha, limit = (gates.NONE, 1.0, 0.0) if activation is None else gates.gate_of(activation)
     norm = x if isinstance(x, Normed) and weight.order is None else None
@@ -198,8 +167,9 @@ def _tiles_of(
     two = gates.has_two(gate)
     num_columns = weight.num_rows // 2 if two else weight.num_rows
     out = x.new_empty(num_pairs, num_columns)
-    tile = tile or Tile(4, 16, 3 if two or block_m == 32 else 4, 4)
-    slices, block_n, stages, early = tile.slices, tile.block_n, tile.stages, launch.early(x)
+    early, few = launch.early(x), pairs is None
+    slices, block_n = (2, 32) if few and weight.powers else (4, 16)  # of few bits: fewer warps wait for each other
+    stages = 3 if two or block_m == 32 else 4
     nothing = out if weight.scale is None else weight.scale
     _tile[(triton.cdiv(num_columns, block_n), experts.numel())](
         x, weight.data, nothing, nothing if weight.offset is None else weight.offset, out if bias is None else bias,
@@ -210,9 +180,9 @@ def _tiles_of(
         GROUP=weight.group, EVEN=weight.inner % (weight.run * slices) == 0,
         POWERS=weight.powers, HAS_SCALE=weight.scale is not None, HAS_OFFSET=weight.offset is not None, GATE=gate,
         TWO=two, HAS_BIAS=bias is not None, NORM=norm is not None, IEEE=x.dtype == torch.float32,
-        FAST=x.is_cuda and x.dtype == torch.bfloat16, FEW=pairs is None, SLICES=slices, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_P=triton.next_power_of_2(num_pairs) if pairs is None else 1, STAGES=stages,
-        EARLY=tile.early if early else 0, num_warps=tile.warps, num_stages=stages, **launch.options(early),
+        FAST=x.is_cuda and x.dtype == torch.bfloat16, FEW=few, SLICES=slices, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_P=triton.next_power_of_2(num_pairs) if few else 1, STAGES=stages,
+        EARLY=early, num_warps=slices, num_stages=stages, **launch.options(early),
     )  # fmt: skip
     if activation is not None and gate == gates.NONE:
         return activation(out)
@@ -220,13 +190,7 @@ def _tiles_of(
 
 
 def down_few(
-    x: Tensor,
-    ids: Tensor,
-    shares: Tensor,
-    weight: Operand,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    tile: Tile | None = None,
+    x: Tensor, ids: Tensor, shares: Tensor, weight: Operand, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
     """x [T * k, I], ids and shares [T, k] -> [T, N]: the weighed sum of each row's experts, plus the residual."""
     num_rows, num_chosen = ids.shape
@@ -235,8 +199,7 @@ def down_few(
     experts = triton.next_power_of_2(num_chosen)
     split = max(4 // experts, 1)
     nothing = out if weight.scale is None else weight.scale
-    tile = tile or Tile(split, 16, 4 if experts * split <= 8 else 3, 4)
-    split, stages, block_n = tile.slices, tile.stages, tile.block_n
+    stages, block_n = 4 if experts * split <= 8 else 3, 16
     stage = experts * split * weight.run * x.element_size() * (block_n // weight.num_parts + MAX_FEW)
     while stages > 2 and (stages - 1) * stage > MAX_SHARED:
         stages -= 1
@@ -250,8 +213,6 @@ def down_few(
         POWERS=weight.powers, HAS_SCALE=weight.scale is not None, HAS_OFFSET=weight.offset is not None,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, IEEE=x.dtype == torch.float32,
         FAST=x.is_cuda and x.dtype == torch.bfloat16, EXPERTS=experts, SPLIT=split, BLOCK_M=8, BLOCK_N=block_n,
-        STAGES=stages, EARLY=tile.early if early else 0,
-        AHEAD=weight.data.stride(0) * weight.data.element_size() if tile.ahead else 0,
-        num_warps=tile.warps, num_stages=stages, **launch.options(early),
+        STAGES=stages, EARLY=early, num_warps=4, num_stages=stages, **launch.options(early),
     )  # fmt: skip
     return out

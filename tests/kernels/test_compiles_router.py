@@ -1,0 +1,44 @@
+"""A mixture's router as a GPU's compiler sees it. Nothing is run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.backends.nvidia")
+CODE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from outrider.kernels.gpu import router
+
+TYPES = dict.fromkeys(("x", "weight", "bias"), "*bf16") | dict.fromkeys(("norm", "logits", "shares"), "*fp32")
+TYPES |= dict.fromkeys(("counter", "ids"), "*i32") | dict.fromkeys(("norm_offset", "eps"), "fp32")
+KERNELS = [
+    (router._route, dict(
+        NORM=False, HAS_BIAS=True, ROUND=True, RENORMALISE=True, BLOCK_N=2, BLOCK_K=2048, BLOCK_M=8, BLOCK=128,
+        EARLY=True,
+    ), 8),
+    (router._softmax_top, dict(RENORMALISE=False, BLOCK_M=8, BLOCK=128, EARLY=True), 8),
+]
+for kernel, constants, warps in KERNELS:
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    even = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name not in constants}
+    even = {place: value for place, value in even.items() if signature[names[place[0]]] != "fp32"}
+    source = ASTSource(kernel, signature, constexprs=values, attrs=even)
+    compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    print(kernel.__name__)
+"""
+
+
+def test_a_router_compiles() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, env=environment)
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.split() == ["_route", "_softmax_top"]
