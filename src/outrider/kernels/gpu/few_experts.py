@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from outrider.kernels.activation import Activation
-from outrider.kernels.gpu import sliced_experts
+from outrider.kernels.gpu import lone_experts, sliced_experts
 from outrider.kernels.gpu.sums import operand
 from outrider.kernels.moe import ExpertWeights
 from outrider.kernels.norm import Normed
@@ -32,5 +32,8 @@ def experts(
     x = x if isinstance(x, Normed) or x.stride(1) == 1 else x.contiguous()
     residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
     ids, shares = ids.contiguous(), shares.contiguous()
-    inner = sliced_experts.up_few(x, ids, operand(weights.up), weights.up_bias, activation)
+    if isinstance(weights.up, Tensor) and lone_experts.is_for(ids, weights.up):
+        inner = lone_experts.up(x, ids, weights.up, weights.up_bias, activation)
+    else:
+        inner = sliced_experts.up_few(x, ids, operand(weights.up), weights.up_bias, activation)
     return sliced_experts.down_few(inner, ids, shares, operand(weights.down), weights.down_bias, residual)

@@ -1,4 +1,4 @@
-"""A mixture's router as a GPU's compiler sees it. Nothing is run."""
+"""A mixture's router, and its experts of one row, as a GPU's compiler sees them. Nothing is run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ CODE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from outrider.kernels.gpu import router
+from outrider.kernels.gpu import gates, lone_experts, router
 
 TYPES = dict.fromkeys(("x", "weight", "bias"), "*bf16") | dict.fromkeys(("norm", "logits", "shares"), "*fp32")
-TYPES |= dict.fromkeys(("counter", "ids"), "*i32") | dict.fromkeys(("norm_offset", "eps"), "fp32")
+TYPES |= dict.fromkeys(("counter", "ids"), "*i32") | {"out": "*bf16"}
+TYPES |= dict.fromkeys(("norm_offset", "eps", "alpha", "limit"), "fp32")
 KERNELS = [
     (router._route, dict(
         NORM=False, HAS_BIAS=True, ROUND=True, RENORMALISE=True, BLOCK_N=2, BLOCK_K=2048, BLOCK_M=8, BLOCK=128,
         EARLY=True,
     ), 8),
     (router._softmax_top, dict(RENORMALISE=False, BLOCK_M=8, BLOCK=128, EARLY=True), 8),
+    (lone_experts._up, dict(
+        GATE=gates.SILU, TWO=True, HAS_BIAS=True, NORM=True, BLOCK_N=8, BLOCK_K=256, PIECES=8, EVEN=True, EARLY=True,
+    ), 4),
 ]
 for kernel, constants, warps in KERNELS:
     names = kernel.arg_names
@@ -37,8 +41,8 @@ for kernel, constants, warps in KERNELS:
 """
 
 
-def test_a_router_compiles() -> None:
+def test_routers_and_experts_compile() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, env=environment)
     assert found.returncode == 0, found.stderr[-2000:]
-    assert found.stdout.split() == ["_route", "_softmax_top"]
+    assert found.stdout.split() == ["_route", "_softmax_top", "_up"]
