@@ -43,3 +43,18 @@ def test_queries_turn_into_a_place(dtype: torch.dtype) -> None:
     assert not out[..., :6].any()
     for ours, theirs in zip(*pages, strict=True):
         check(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, -torch.inf])
+def test_pages_hold_numbers_only(rubbish: float) -> None:
+    """Whoever is given the page next multiplies what is left in it by 0."""
+    q, k, v = random(3, 2, 16), random(3, 1, 16, seed=1), random(3, 1, 16, seed=2)
+    k[1], v[1, 0, 3] = rubbish, rubbish
+    pages = tuple(torch.full((4, 2, 1, 16), 7.0, device=DEVICE) for _ in range(2))
+    turn = torch.ones(3, 8, device=DEVICE), torch.zeros(3, 8, device=DEVICE)
+    gpu_rope.rope_write(q, k, v, turn, pages, torch.tensor([2, 5, 6], device=DEVICE))
+    keys, values = (each.flatten(0, 1) for each in pages)
+    assert keys[5].eq(0).all()
+    assert values[5, 0, 3] == 0
+    check(values[5, 0, 4:], v[1, 0, 4:], torch.float32)
+    check(keys[[2, 6]], k[[0, 2]], torch.float32)

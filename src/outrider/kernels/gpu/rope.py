@@ -20,7 +20,11 @@ MANY_ROWS, MANY_HEADS = 64, 8  # of a prompt: a program for every head of every 
 
 @triton.jit
 def _stored(value, inverse, dtype: tl.constexpr):
-    """As pages of this type hold it: in 8 bits the largest number stands for what is larger. inverse: of the scale."""
+    """As pages of this type hold it: in 8 bits the largest number stands for what is larger. inverse: of the scale.
+    What is no number is stored as 0: a page may become somebody else's, who gives no weight to rows that are not yet
+    their own, but nothing times infinity is not nothing."""
+    wide = value.to(tl.float32)
+    value = tl.where(tl.abs(wide) < float("inf"), value, 0.0)
     if dtype.primitive_bitwidth == 8:
         value = tl.minimum(tl.maximum(value.to(tl.float32) * inverse, -448.0), 448.0)
     return value.to(dtype)
