@@ -263,7 +263,8 @@ LANGUAGE = SimpleNamespace(
     full=lambda shape, value, dtype, layout=None: block(np.full(shape, value, dtype)),
     zeros=lambda shape, dtype, layout=None: block(np.zeros(shape, dtype)),
     full_like=lambda x, value: block(np.full_like(x, value)), zeros_like=lambda x: block(np.zeros_like(x)),
-    max=reduced(np.max), min=reduced(np.min), sum=reduced(np.sum), exp2=lambda x: block(np.exp2(x)),
+    max=reduced(np.max), min=reduced(np.min), sum=reduced(np.sum), exp=lambda x: block(np.exp(x)),
+    exp2=lambda x: block(np.exp2(x)),
     where=lambda mask, a, b: block(np.where(mask, a, b)), maximum=lambda a, b: block(np.maximum(a, b)),
     minimum=lambda a, b: block(np.minimum(a, b)), program_id=lambda axis: here.program[0],
     num_programs=lambda axis: here.program[1], BlockedLayout=lambda *args: None, SliceLayout=lambda *args: None,
@@ -272,8 +273,9 @@ LANGUAGE = SimpleNamespace(
     warp_specialize=lambda calls, warps, registers: side_by_side(calls, here.program),
 )  # fmt: skip
 WORDS = {
-    "gl": LANGUAGE, "mbarrier": Mbarrier, "copy": copy, "barrier": lambda: None, "fence_async_shared": lambda: None,
-    "reinterpret": Shared.reinterpret, "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait,
+    "gl": LANGUAGE, "tl": LANGUAGE, "mbarrier": Mbarrier, "copy": copy, "barrier": lambda: None,
+    "fence_async_shared": lambda: None, "reinterpret": Shared.reinterpret, "warpgroup_mma": warpgroup_mma,
+    "warpgroup_mma_wait": warpgroup_mma_wait,
 }  # fmt: skip
 
 

@@ -3,7 +3,9 @@ Tiles and the order of sums depend on the weight's shape alone, so a row's bits 
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +20,7 @@ SMALL = 2**22  # numbers in a weight: time goes into starting, not into reading
 WIDE = 16384  # outputs that make enough programs for any tile
 FEW = 4096  # outputs that leave cuBLAS, too, without enough to do
 NARROW = 8192  # outputs: a larger tile would leave most of the device without work
+ROW_PRODUCTS = False  # 33 to 320 rows by row_products.py on Hopper: it has never run on a GPU
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,9 @@ def linear(
     """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`, a gate's number:
     [T, out / 2], act(gate) * up. `exact`: a row's bits do not depend on how many there are. `out`: where to put the
     result, dense."""
+    products = _row_products(len(x), weight) if tile is None and not exact else None
+    if products is not None:
+        return products.linear(x, weight, bias, residual, gated=gated, out=out)
     if tile is None and not exact and not gated and _is_better_sliced(len(x), weight):
         part = widen.DENSE_PART
         return sliced.linear(
@@ -130,9 +136,20 @@ def _is_better_sliced(num_rows: int, weight: Tensor) -> bool:
     return num_rows <= (32 if len(weight) <= FEW else 8)
 
 
+def _row_products(num_rows: int, weight: Tensor) -> Any:
+    """The module that multiplies some hundred rows, where it can: on Hopper, if Triton has what it is written in."""
+    if not ROW_PRODUCTS or not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != 9:
+        return None
+    try:
+        module = importlib.import_module("outrider.kernels.gpu.row_products")
+    except ImportError:
+        return None
+    return module if module.fits(num_rows, weight) else None
+
+
 def is_faster(num_rows: int, weight: Tensor) -> bool:
     """Whether it is faster than cuBLAS: with few rows always, with more the smaller the weight, or the wider."""
-    if num_rows <= 16 or _is_better_sliced(num_rows, weight):
+    if num_rows <= 16 or _is_better_sliced(num_rows, weight) or _row_products(num_rows, weight) is not None:
         return True
     if weight.numel() < SMALL:
         return num_rows <= 32

@@ -1,0 +1,240 @@
+"""Products of some hundred rows as Hopper computes them: the kernel itself, Gluon's words in numpy, and compiled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_triton import CUDA, random
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from gluon_words import Kernel
+
+from outrider.kernels.activation import gelu_tanh_mul, silu_mul
+from outrider.kernels.gpu import epilogue, gates, row_products
+from outrider.kernels.gpu import linear as gpu_linear
+from outrider.kernels.gpu.row_products import Tile
+
+ON_CPU = pytest.mark.skipif(CUDA, reason="words in numpy know no device")
+GATES = {gates.SILU: silu_mul, gates.GELU: gelu_tanh_mul}
+
+
+@pytest.fixture(scope="module")
+def anywhere() -> Any:
+    """As on a small Hopper."""
+    with pytest.MonkeyPatch.context() as patch:
+        kernel = Kernel("_row_products", gates, epilogue, row_products)
+        patch.setattr(row_products, "_processors", lambda device: 5)
+        patch.setattr(row_products, "_row_products", kernel)
+        yield
+
+
+def compare(
+    rows: int, outputs: int, inputs: int, tile: Tile | None = None, *, has_bias: bool = False,
+    has_residual: bool = False, gated: int = gates.NONE, kind: torch.dtype = torch.float16, tolerance: float = 2e-3,
+) -> None:  # fmt: skip
+    """With a reference in float64. Inputs and residual lie beside something else."""
+    x = random(rows, inputs + 8, dtype=kind)[:, :inputs]
+    weight = (random(outputs, inputs, seed=3) * inputs**-0.5).to(kind)
+    bias = random(outputs, dtype=kind, seed=4) if has_bias else None
+    residual = random(rows, 2 * outputs, dtype=kind, seed=5)[:, outputs:] if has_residual else None
+    assert row_products.fits(rows, weight)
+    wanted = x.double() @ weight.double().T
+    wanted = wanted if bias is None else wanted + bias.double()
+    wanted = GATES[gated](wanted) if gated else wanted
+    wanted = wanted if residual is None else wanted + residual.double()
+    for _ in range(2):
+        found = row_products.linear(x, weight, bias, residual, gated=gated, tile=tile)
+        torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@ON_CPU
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "tile"),
+    [
+        (33, 256, 256, Tile(2, 3)),
+        (65, 300, 200, Tile(2, 2)),  # nothing is a multiple of a tile
+        (128, 1500, 192, Tile(2, 4)),  # several pieces of work for a program
+        (129, 1000, 64, Tile(1, 3)),  # fewer steps than stages
+        (192, 384, 320, Tile(2, 3, 2)),
+        (100, 130, 1000, Tile(1, 2, 4)),
+        (200, 700, 136, Tile(1, 6, 2)),  # more pieces than programs
+        (320, 192, 328, Tile(1, 4, 3)),
+        (257, 136, 64, Tile(1, 4, 8)),  # more parts than steps
+    ],
+)
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_products(rows: int, outputs: int, inputs: int, tile: Tile, has_residual: bool) -> None:
+    compare(rows, outputs, inputs, tile, has_residual=has_residual)
+
+
+@ON_CPU
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize(("tile", "has_bias"), [(Tile(2, 3), False), (Tile(2, 3), True), (Tile(1, 3, 2), False)])
+@pytest.mark.parametrize("gated", list(GATES))
+def test_gates(tile: Tile, has_bias: bool, gated: int) -> None:
+    """On the way out of the product, or of the sum of parts."""
+    compare(90, 2 * 600, 200, tile, has_bias=has_bias, gated=gated, tolerance=4e-3)
+
+
+@ON_CPU
+@pytest.mark.usefixtures("anywhere")
+@settings(max_examples=12, deadline=None)
+@given(rows=st.integers(33, 320), outputs=st.integers(8, 90), inputs=st.integers(1, 60), gated=st.sampled_from([0, 1]))
+def test_any_size(rows: int, outputs: int, inputs: int, gated: int) -> None:
+    """With the tile that is chosen for it, which must fit into shared memory and registers."""
+    height, inner = outputs * 8, inputs * 8
+    tile = row_products.tile_for(rows, height, inner, gated, 132)
+    covered = row_products.blocks_of_rows(rows)
+    assert 0 <= sum(covered) - rows < max(sum(covered) // 2, 32)
+    assert tile.stages * (128 * tile.blocks + sum(covered)) * 128 <= row_products.MAX_SHARED
+    assert tile.stages >= 3
+    assert tile.blocks * sum(covered) // 2 <= row_products.MAX_SUMS
+    compare(rows, height, inner, gated=gated, tolerance=4e-3)
+
+
+@ON_CPU
+@pytest.mark.usefixtures("anywhere")
+def test_parts_are_added_in_their_order() -> None:
+    """However programs are scheduled, bits are the same."""
+    x, weight = random(70, 1024, dtype=torch.float16), random(256, 1024, dtype=torch.float16)
+    found = [row_products.linear(x, weight, tile=Tile(2, 3, 8)) for _ in range(4)]
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_blocks_of_rows() -> None:
+    sizes = [33, 64, 65, 96, 97, 128, 129, 160, 161, 192, 193, 256, 257, 288, 320]
+    covered = [row_products.blocks_of_rows(size) for size in sizes]
+    assert covered == [
+        (64, 0), (64, 0), (64, 32), (64, 32), (128, 0), (128, 0), (128, 32), (128, 32), (128, 64), (128, 64), (256, 0),
+        (256, 0), (256, 32), (256, 32), (256, 64),
+    ]  # fmt: skip
+
+
+def test_a_program_for_every_multiprocessor() -> None:
+    """Llama-3.1-8B's matrices on an H200."""
+    shapes = [(6144, 4096, 0), (4096, 4096, 0), (28672, 4096, 1), (4096, 14336, 0)]
+    tiles = [row_products.tile_for(128, height, inner, gated, 132) for height, inner, gated in shapes]
+    assert tiles == [Tile(2, 4, 5), Tile(2, 4, 8), Tile(2, 4, 1), Tile(2, 4, 8)]
+
+
+def test_what_does_not_fit() -> None:
+    """Everything else stays with the library."""
+    weight = random(256, 128, dtype=torch.bfloat16)
+    assert row_products.fits(33, weight)
+    assert row_products.fits(320, weight)
+    assert not row_products.fits(32, weight)
+    assert not row_products.fits(321, weight)
+    assert not row_products.fits(64, weight.float())
+    assert not row_products.fits(64, weight[:, 1:65])
+    assert not row_products.fits(64, weight.T)
+    assert not row_products.fits(64, weight[:, :100].contiguous())
+
+
+@ON_CPU
+@pytest.mark.usefixtures("anywhere")
+def test_inputs_that_cannot_be_copied_as_they_lie() -> None:
+    x, weight = random(40, 72, dtype=torch.float16), random(64, 64, dtype=torch.float16)
+    for each in (x[:, 1:65], random(64, 40, dtype=torch.float16).T):
+        wanted = each.double() @ weight.double().T
+        torch.testing.assert_close(row_products.linear(each, weight).double(), wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_it_is_not_used_yet() -> None:
+    """It has not run on a GPU."""
+    assert not gpu_linear.ROW_PRODUCTS
+
+
+@ON_CPU
+@pytest.mark.usefixtures("anywhere")
+def test_linears_use_it_where_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = random(40, 64, dtype=torch.float16), random(128, 64, dtype=torch.float16)
+    monkeypatch.setattr(gpu_linear, "ROW_PRODUCTS", True)
+    assert not gpu_linear.is_faster(40, weight)  # no Hopper
+    asked = []
+
+    def found(num_rows: int, weight: torch.Tensor) -> Any:
+        asked.append(num_rows)
+        return row_products
+
+    monkeypatch.setattr(gpu_linear, "_row_products", found)
+    assert gpu_linear.is_faster(40, weight)
+    wanted = (x.double() @ weight.double().T).half()
+    torch.testing.assert_close(gpu_linear.linear(x, weight), wanted, rtol=2e-3, atol=2e-3)
+    gpu_linear.linear(x, weight, exact=True)
+    assert asked == [40, 40]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability()[0] != 9, reason="no Hopper")
+@pytest.mark.parametrize("rows", [33, 96, 128, 192, 256, 300])
+def test_products_on_hopper(rows: int) -> None:
+    for height, inner in ((6144, 4096), (4096, 14336), (1000, 200)):
+        compare(rows, height, inner, has_residual=True, kind=torch.bfloat16, tolerance=2e-2)
+        compare(rows, height, inner, gated=gates.SILU, kind=torch.bfloat16, tolerance=2e-2)
+        compare(rows, height, inner, kind=torch.bfloat16, tolerance=2e-2)
+
+
+COMPILED = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from outrider.kernels.gpu import row_products
+
+flat = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+for text in sys.argv[1:]:
+    rows, gated, split = map(int, text.split(","))
+    first, more = row_products.blocks_of_rows(rows)
+    tile = row_products.tile_for(rows, 4096, 4096, gated, 132)
+    sums = first + more if split > 1 else 0
+    constants = dict(
+        GATED=gated, SUMS=sums, SPLIT=split, ROWS=first, MORE=more, BLOCKS=tile.blocks, STAGES=tile.stages, EARLY=True
+    )
+    box = lambda count: f"tensordesc<bf16[{count}, 64],{flat!r}>"
+    types = {"weights": box(64), "rows": box(first), "more_rows": box(more or first)}
+    types["out"] = "*fp32" if sums else "*bf16"
+    kernel = row_products._row_products
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    even = {(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "num_columns")}
+    made = compile(
+        GluonASTSource(kernel, signature, values, even), target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4, "launch_pdl": True},
+    )
+    code = made.asm["ptx"]
+    for name in ("wgmma.mma_async", "setmaxnreg.inc", "cp.async.bulk.tensor.2d", "griddepcontrol.wait"):
+        assert name in code, name
+    assert ("st.global.v2" if sums else "st.global.v4") in code
+    assert made.metadata.shared <= 227 * 2**10, made.metadata.shared
+    print(text)
+kernel = row_products._add_up
+constants = dict(GATED=0, HAS_BIAS=True, HAS_RESIDUAL=True, SPLIT=5, SUMS=192, BLOCK_M=32, BLOCK_N=64, EARLY=True)
+names = kernel.arg_names
+types = dict.fromkeys(("bias", "residual", "out"), "*bf16") | {"sums": "*fp32"}
+signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+values = {(names.index(name),): value for name, value in constants.items()}
+compile(ASTSource(kernel, signature, constexprs=values), target=GPUTarget("cuda", 90, 32))
+print("added")
+"""
+
+
+def test_products_compile_for_hopper() -> None:
+    forms = ["128,0,5", "128,1,1", "192,0,4", "192,1,1", "192,0,1", "64,0,1", "320,0,2"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-c", COMPILED, *forms], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.split() == [*forms, "added"]
