@@ -199,7 +199,7 @@ for text in sys.argv[1:]:
     tile = row_products.tile_for(rows, 4096, 4096, gated, 132)
     sums = first + more if split > 1 else 0
     constants = dict(
-        GATED=gated, SUMS=sums, SPLIT=split, ROWS=first, MORE=more, BLOCKS=tile.blocks, STAGES=tile.stages, EARLY=True
+        GATED=gated, SUMS=sums, ROWS=first, MORE=more, BLOCKS=tile.blocks, STAGES=tile.stages, EARLY=True
     )
     box = lambda count: f"tensordesc<bf16[{count}, 64],{flat!r}>"
     types = {"weights": box(64), "rows": box(first), "more_rows": box(more or first)}
