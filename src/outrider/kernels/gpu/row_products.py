@@ -260,7 +260,7 @@ def linear(
 ) -> Tensor:
     """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`, a gate's number:
     [T, out / 2], act(gate) * up. `out`: where to put the result, dense. A row's bits may depend on how many there
-    are."""
+    are. The weight must not be what the launch before makes: reading it begins before that has ended."""
     x = x if _can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
     residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
     (num_rows, inner), height = x.shape, len(weight)
