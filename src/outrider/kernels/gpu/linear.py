@@ -20,7 +20,8 @@ SMALL = 2**22  # numbers in a weight: time goes into starting, not into reading
 WIDE = 16384  # outputs that make enough programs for any tile
 FEW = 4096  # outputs that leave cuBLAS, too, without enough to do
 NARROW = 8192  # outputs: a larger tile would leave most of the device without work
-ROW_PRODUCTS = False  # 33 to 320 rows by row_products.py on Hopper: it has never run on a GPU
+ROW_PRODUCTS = False  # products of some hundred rows by row_products.py, on Hopper: it has never run on a GPU
+MOST_ROWS = 256  # of them: with more, a weight may just have been widened, and it reads weights before it waits
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def linear(
     """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`, a gate's number:
     [T, out / 2], act(gate) * up. `exact`: a row's bits do not depend on how many there are. `out`: where to put the
     result, dense."""
-    products = _row_products(len(x), weight) if tile is None and not exact else None
+    products = _row_products(len(x), weight) if tile is None and not exact and x.dtype == weight.dtype else None
     if products is not None:
         return products.linear(x, weight, bias, residual, gated=gated, out=out)
     if tile is None and not exact and not gated and _is_better_sliced(len(x), weight):
@@ -138,7 +139,9 @@ def _is_better_sliced(num_rows: int, weight: Tensor) -> bool:
 
 def _row_products(num_rows: int, weight: Tensor) -> Any:
     """The module that multiplies some hundred rows, where it can: on Hopper, if Triton has what it is written in."""
-    if not ROW_PRODUCTS or not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != 9:
+    if not ROW_PRODUCTS or num_rows > MOST_ROWS or weight.numel() < SMALL:
+        return None
+    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != 9:
         return None
     try:
         module = importlib.import_module("outrider.kernels.gpu.row_products")

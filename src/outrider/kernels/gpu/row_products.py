@@ -50,10 +50,10 @@ class Tile:
 
 
 @gluon.jit
-def _piece(number, num_steps, SPLIT: gl.constexpr):
+def _piece(number, num_steps, split):
     """Which outputs a piece of work is about, which part of their inputs, and its steps."""
-    part = number % SPLIT
-    return number // SPLIT, part, part * num_steps // SPLIT, (part + 1) * num_steps // SPLIT
+    part = number % split
+    return number // split, part, part * num_steps // split, (part + 1) * num_steps // split
 
 
 @gluon.jit
@@ -73,13 +73,13 @@ def _bring_weights(
 
 @gluon.jit
 def _bring(
-    weights, rows, more_rows, weight_at, row_at, more_at, ready, free, num_pieces, num_steps, num_columns,
-    GATED: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, MORE: gl.constexpr, BLOCKS: gl.constexpr,
+    weights, rows, more_rows, weight_at, row_at, more_at, ready, free, num_pieces, num_steps, split, num_columns,
+    GATED: gl.constexpr, ROWS: gl.constexpr, MORE: gl.constexpr, BLOCKS: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """The copying warp. The launch before this one may still be at work: what it makes is not needed for weights."""
     num_bytes: gl.constexpr = (2 * BLOCKS * BLOCK + ROWS + MORE) * DEPTH * 2
-    tile, _part, begin, end = _piece(gl.program_id(0), num_steps, SPLIT)
+    tile, _part, begin, end = _piece(gl.program_id(0), num_steps, split)
     ahead = gl.minimum(end - begin, STAGES)
     for stage in range(ahead):
         _bring_weights(weights, weight_at, ready, tile, begin + stage, stage, num_columns, num_bytes, GATED, BLOCKS)
@@ -87,7 +87,7 @@ def _bring(
         cuda.gdc_wait()
     turn = 0
     for piece in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
-        tile, _part, begin, end = _piece(piece, num_steps, SPLIT)
+        tile, _part, begin, end = _piece(piece, num_steps, split)
         for step in range(begin, end):
             stage = turn % STAGES
             if turn >= ahead:
@@ -124,8 +124,8 @@ def _leave(
 
 @gluon.jit
 def _compute(
-    WHICH: gl.constexpr, weight_at, row_at, more_at, ready, free, out, num_pieces, num_steps, num_rows, num_columns,
-    GATED: gl.constexpr, SUMS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, MORE: gl.constexpr,
+    WHICH: gl.constexpr, weight_at, row_at, more_at, ready, free, out, num_pieces, num_steps, split, num_rows,
+    num_columns, GATED: gl.constexpr, SUMS: gl.constexpr, ROWS: gl.constexpr, MORE: gl.constexpr,
     BLOCKS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: its half of the outputs of every piece of work, with sums for up to two blocks of them and for one
@@ -141,7 +141,7 @@ def _compute(
         cuda.gdc_wait()
     turn = 0
     for piece in range(gl.program_id(0), num_pieces, gl.num_programs(0)):
-        tile, part, begin, end = _piece(piece, num_steps, SPLIT)
+        tile, part, begin, end = _piece(piece, num_steps, split)
         total = gl.zeros([BLOCK, ROWS], gl.float32, OF_ROWS)
         second = gl.zeros([BLOCK, SECOND], gl.float32, OF_SECOND)
         other = gl.zeros([BLOCK, OTHER], gl.float32, OF_OTHER)
@@ -174,14 +174,14 @@ def _compute(
                 _leave(second_other, second_other, out, column + BLOCK, ROWS, part, num_rows, num_columns, GATED, SUMS)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_pieces", "num_steps"])
+@gluon.jit(do_not_specialize=["num_rows", "num_pieces", "num_steps", "split"])
 def _row_products(
-    weights, rows, more_rows, out, num_pieces, num_steps, num_rows, num_columns, GATED: gl.constexpr,
-    SUMS: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr, MORE: gl.constexpr, BLOCKS: gl.constexpr,
+    weights, rows, more_rows, out, num_pieces, num_steps, split, num_rows, num_columns, GATED: gl.constexpr,
+    SUMS: gl.constexpr, ROWS: gl.constexpr, MORE: gl.constexpr, BLOCKS: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """out [T, N]; GATED, a gate's number: the weight's rows are gates, then ups; the result is act(gate) * up. Or, with
-    SUMS, out [SPLIT, N, SUMS] in float32: of every part of the inputs, rows beyond T too. The input's rows come as
+    SUMS, out [split, N, SUMS] in float32: of every part of the inputs, rows beyond T too. The input's rows come as
     ROWS and MORE, powers of two."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     kind: gl.constexpr = weights.dtype
@@ -199,16 +199,16 @@ def _row_products(
     gl.warp_specialize(
         [
             (_compute, (
-                0, weight_at, row_at, more_at, ready, free, out, num_pieces, num_steps, num_rows, num_columns, GATED,
-                SUMS, SPLIT, ROWS, MORE, BLOCKS, STAGES, EARLY,
+                0, weight_at, row_at, more_at, ready, free, out, num_pieces, num_steps, split, num_rows, num_columns,
+                GATED, SUMS, ROWS, MORE, BLOCKS, STAGES, EARLY,
             )),
             (_compute, (
-                1, weight_at, row_at, more_at, ready, free, out, num_pieces, num_steps, num_rows, num_columns, GATED,
-                SUMS, SPLIT, ROWS, MORE, BLOCKS, STAGES, EARLY,
+                1, weight_at, row_at, more_at, ready, free, out, num_pieces, num_steps, split, num_rows, num_columns,
+                GATED, SUMS, ROWS, MORE, BLOCKS, STAGES, EARLY,
             )),
             (_bring, (
-                weights, rows, more_rows, weight_at, row_at, more_at, ready, free, num_pieces, num_steps, num_columns,
-                GATED, SPLIT, ROWS, MORE, BLOCKS, STAGES, EARLY,
+                weights, rows, more_rows, weight_at, row_at, more_at, ready, free, num_pieces, num_steps, split,
+                num_columns, GATED, ROWS, MORE, BLOCKS, STAGES, EARLY,
             )),
         ],
         [4, 1],
@@ -260,7 +260,7 @@ def linear(
 ) -> Tensor:
     """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`, a gate's number:
     [T, out / 2], act(gate) * up. `out`: where to put the result, dense. A row's bits may depend on how many there
-    are."""
+    are. The weight must not be what the launch before makes: reading it begins before that has ended."""
     x = x if _can_be_copied(x) else x.clone(memory_format=torch.contiguous_format)
     residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
     (num_rows, inner), height = x.shape, len(weight)
@@ -277,8 +277,8 @@ def linear(
         sums = torch.empty(split, height, first + more, dtype=torch.float32, device=x.device)
     num_pieces = triton.cdiv(height, 2 * BLOCK.value * tile.blocks) * split
     _row_products[(min(num_pieces, _processors(x.device)),)](
-        _tiles(weight, BLOCK.value), _tiles(x, first), _tiles(x, more or first), sums, num_pieces, num_steps, num_rows,
-        num_columns if gate else height, GATED=int(gate), SUMS=0 if at_once else first + more, SPLIT=split, ROWS=first,
+        _tiles(weight, BLOCK.value), _tiles(x, first), _tiles(x, more or first), sums, num_pieces, num_steps, split,
+        num_rows, num_columns if gate else height, GATED=int(gate), SUMS=0 if at_once else first + more, ROWS=first,
         MORE=more, BLOCKS=tile.blocks, STAGES=tile.stages, EARLY=early, num_warps=4, **launch.options(early),
     )  # fmt: skip
     if not at_once:
