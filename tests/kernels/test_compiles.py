@@ -61,6 +61,48 @@ def test_pages_of_any_type_compile(pages: str) -> None:
     assert found.stdout.split() == ["_rope_write", "_attend", "_attend_fresh"]
 
 
+FEW_ROWS = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from outrider.kernels.gpu import attention, attention_work
+
+kernel, (rows, dim, is_latent) = attention._attend, map(int, sys.argv[1:])
+constants = dict(
+    PAGE=16, ITEM=attention_work.ITEM, GROUP=4, WINDOW=90, HAS_SINKS=True, SOFTCAP=True, DIM=dim, MAIN=dim // 64 * 64,
+    REST=dim % 64, VALUE=dim // 64 * 64, SAME=bool(is_latent), BLOCK_VALUE=dim // 64 * 64, BLOCK_M=rows, BLOCK_N=64,
+    LANES=4, WARPS=4, EARLY=True,
+)
+names = kernel.arg_names
+constants |= {name: False for name in names if name.isupper() and name not in constants}
+types = dict.fromkeys(("q", "out", "sinks"), "*bf16") | dict.fromkeys(("partial", "maxima", "sums"), "*fp32")
+types |= dict.fromkeys(("items", "counters", "page_table"), "*i32") | {"indices": "*i64", "last_keys": "*i64"}
+types |= dict.fromkeys(("scale", "softcap", "value_scale"), "fp32") | {"k_pages": "*fp8e4nv", "v_pages": "*fp8e4nv"}
+signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+values = {(names.index(name),): value for name, value in constants.items()}
+whole = [name for name in names if name.endswith(("_row", "_head", "_pages")) or name == "q"]
+hints = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
+source = ASTSource(kernel, signature, constexprs=values, attrs=hints)
+code = compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+for name in ("cvt.rn.f16x2.e4m3x2", "f32.f16.f16", "cp.async.cg.shared.global"):
+    assert name in code, name
+if rows < 64:
+    assert "prmt.b32 t," in code and ".trans.shared" in code
+    assert "ld.shared.b8" not in code and "ld.shared.u8" not in code, "numbers that are read one by one"
+"""
+
+
+@pytest.mark.parametrize(("rows", "dim", "is_latent"), [(16, 128, 0), (32, 64, 0), (16, 144, 1), (64, 64, 0)])
+def test_pages_in_fp8_are_widened_in_pairs(rows: int, dim: int, is_latent: int) -> None:
+    """Two numbers an instruction, straight to float16; and numbers of a few rows' keys go through shared memory in
+    words, whose matrices it can turn."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", FEW_ROWS, str(rows), str(dim), str(is_latent)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert found.returncode == 0, found.stderr[-2000:]
+
+
 FEW_BITS = """
 from triton import compile
 from triton.backends.compiler import GPUTarget

@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.kernels.gpu import launch
 from outrider.kernels.gpu.attention_parts import finish, put_together
 from outrider.kernels.gpu.attention_work import ANY, ITEM, Form, Keys, Span, work_for
+from outrider.kernels.gpu.page_bits import attend_words, in_float16, softmax_step
 
 BLOCK_BYTES = 65536  # of keys and values that a program reads at a time
 FEW_ROWS = 16  # of a request: a draft, or less; where others read prompts, such requests have a launch of their own
@@ -32,6 +33,16 @@ def _attend_blocks(
 ):  # fmt: skip
     """The rows of a program see those of the blocks low <= number < high that are their part's. Scores are in units of
     log 2. MASKED: not every row sees every key of them. SAME: the first MAIN numbers of a key are its value."""
+    FEW: tl.constexpr = query.shape[0] < 64
+    FP8: tl.constexpr = keys_at.dtype.element_ty == tl.float8e4nv and not IEEE and (FEW or MAIN <= 128)
+    if FP8 and FEW and MAIN >= 32 and BLOCK_VALUE >= 32 and DIM % 2 == 0 and VALUE % 2 == 0:
+        return attend_words(
+            best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, high, part,
+            parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, MASKED, WINDOW, SOFTCAP, DIM, MAIN, REST,
+            VALUE, SAME, BLOCK_VALUE, BLOCK_N,
+        )  # fmt: skip
+    if FP8:
+        query, query_rest = in_float16(query), in_float16(query_rest)
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     place, value_place = tl.arange(0, MAIN), tl.arange(0, BLOCK_VALUE)
     first = low + (part - low % parts + parts) % parts
@@ -68,29 +79,11 @@ def _attend_blocks(
             more = MAIN + tl.arange(0, REST)
             keys = tl.load(key_at[:, None] + more[None, :], mask=exists[:, None] & (more < DIM)[None, :], other=0.0)
             score += tl.dot(query_rest, keys.to(query.dtype).T, input_precision=precision)
-        if SOFTCAP:
-            score = softcap * (1 - 2 / (1 + tl.exp2(2.8853900817779268 * (score * scale) / softcap)))
-        if MASKED:
-            seen = (key[None, :] <= last[:, None]) & (key[None, :] >= first_key)
-            if WINDOW > 0:
-                seen = seen & (key[None, :] > index[:, None] - WINDOW)
-            score = tl.where(seen, score, float("-inf"))
-        top = tl.max(score, 1)
-        if not SOFTCAP:
-            top = top * scale  # scores are scaled on the way, as they are compared with the best
-        better = tl.maximum(best, top)
-        safe = better
-        if MASKED:
-            safe = tl.where(better == float("-inf"), 0.0, better)  # a row that has seen nothing yet
-        shrink = tl.exp2(best - safe)
-        if SOFTCAP:
-            share = tl.exp2(score - safe[:, None])
-        else:
-            share = tl.exp2(score * scale - safe[:, None])
-        weight = weight * shrink + tl.sum(share, 1)
+        best, weight, shrink, share = softmax_step(
+            best, weight, score, key, index, last, first_key, scale, softcap, MASKED, WINDOW, SOFTCAP, FP8
+        )
         total = total * shrink[:, None]
         total = tl.dot(share.to(query.dtype), values.to(query.dtype), total, input_precision=precision)
-        best = better
     return best, weight, total
 
 
