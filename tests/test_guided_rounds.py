@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams
 from outrider.engine.flight import Flight
-from outrider.engine.graphs import RecordedRound
+from outrider.engine.graphs import MASKED, GraphKey, Graphs, Part, RecordedRound
 from outrider.engine.request import Request, Work
 from outrider.engine.round import EagerRound
 from outrider.sampling_params import Guided
@@ -90,6 +91,33 @@ class Seen:
         return count
 
 
+def steps_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Notes what the host does from now on, in order: which rounds it launches in which parts, which it waits for, and
+    whose outcome it looks at."""
+    steps: list[tuple[str, Any]] = []
+    settle = llm.engine._settle
+
+    def note(kind: type, method: str, name: str) -> None:
+        original = getattr(kind, method)
+
+        def noted(self: Any, *given: Any) -> Any:
+            plan = self.plan if isinstance(self, Flight) else self._plan
+            steps.append((name, tuple(plan)))
+            return original(self, *given)
+
+        monkeypatch.setattr(kind, method, noted)
+
+    def note_settling(work: Work, outcome: Outcome, logits: Any) -> Any:
+        steps.append(("guided" if work.request.guide is not None else "free", work))
+        return settle(work, outcome, logits)
+
+    note(RecordedRound, "forward", "forward")
+    note(RecordedRound, "choose", "choose")
+    note(Flight, "wait", "wait")
+    monkeypatch.setattr(llm.engine, "_settle", note_settling)
+    return steps
+
+
 @pytest.fixture(scope="module")
 def plain() -> Iterator[dict[tuple[str, str], list[int]]]:
     """What everybody says without a drafter, alone."""
@@ -121,6 +149,52 @@ def test_the_next_pass_begins_before_the_grammar_is_asked(
     guided = [plan for plan in rounds if any(work.request.guide is not None for work in plan)]
     assert seen.num_ahead() >= len(guided) - 2 > 10
     assert any(outcome.forced for _, outcome in seen.outcomes) is (drafter is not None)
+
+
+@pytest.mark.parametrize("drafter", [None, DRAFTER])
+def test_the_device_is_never_kept_waiting(drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is guided, the pass of a round is launched before the host waits for the round before. The rest of it
+    follows as soon as grammars know what was said: whatever else the outcome brings can wait."""
+    with LLM(None, drafter, max_num_seqs=8, max_model_len=128, device="cpu") as llm:
+        kinds = ["free", "words", "free, sampled", "form", "free", "object"]
+        asked = [llm.requests_for(PROMPTS[0], KINDS[kind], number)[0] for number, kind in enumerate(kinds)]
+        for request in asked:
+            llm.engine.add(request)
+        while not all(request.num_outputs > 1 for request in asked):
+            llm.engine.step()
+        steps = steps_of(llm, monkeypatch)
+        while not any(request.finished for request in asked):
+            llm.engine.step()
+    names = [name for name, _ in steps]
+    rounds = [plan for name, plan in steps if name == "forward"]
+    assert len(rounds) > 5
+    for number, (before, after) in enumerate(pairwise(rounds[:-2])):
+        waited, chosen = steps.index(("wait", before)), steps.index(("choose", after))
+        assert steps.index(("forward", after)) < waited < chosen, f"round {number}"
+        assert names[waited + 1 : chosen] == ["guided"] * 3, f"round {number}"
+        end = names.index("forward", chosen)
+        assert names[chosen + 1 : end] == ["free"] * 3, f"round {number}"
+        assert names[end : end + 2] == ["forward", "wait"], f"round {number}"
+
+
+def test_filters_that_nobody_asks_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They look at every row of a round, guided or not."""
+    with LLM(None, DRAFTER, max_num_seqs=8, max_model_len=128, device="cpu") as llm:
+        replayed: list[GraphKey] = []
+        replay = Graphs.replay
+
+        def note(graphs: Graphs, key: GraphKey) -> Any:
+            replayed.append(key)
+            return replay(graphs, key)
+
+        monkeypatch.setattr(Graphs, "replay", note)
+        llm.generate(PROMPTS[:3], [KINDS["free"], KINDS["words, sampled"], KINDS["form"]])
+        chosen = {key.flags for key in replayed if key.part is Part.CHOOSE}
+        assert MASKED in chosen
+        assert not any(flags.filtered or flags.adjusted for flags in chosen)
+        replayed.clear()
+        llm.generate(PROMPTS[:2], [KINDS["free"], KINDS["form, filtered"]])
+        assert any(key.flags.filtered and key.flags.masked for key in replayed if key.part is Part.CHOOSE)
 
 
 def test_whoever_comes_and_goes(

@@ -198,3 +198,46 @@ def test_a_search_for_the_end_is_bounded(llm: LLM) -> None:
     short = Counted(guide._matcher.fork())
     assert ending._closing(short, ending._OUTSIDE, 64, guide._vocabulary) is None  # type: ignore[arg-type]
     assert short.num_tries < 64 * 110
+
+
+def test_the_way_out_of_a_string_is_searched_for_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is the one that a search would find at any of the places where it is looked at again."""
+    searches: list[bytes | None] = []
+    search = ending._closing
+
+    def note(*given: Any) -> bytes | None:
+        searches.append(search(*given))
+        return searches[-1]
+
+    monkeypatch.setattr(ending, "_closing", note)
+    assert llm.tokenizer is not None
+    begin, word, end = (
+        llm.tokenizer.encode(text, add_special_tokens=False) for text in ('{"name": "', " dog", '", "age')
+    )
+    guide = llm.engine.guide(Guided(json_schema=SCHEMAS["person"]))
+    guide.end_within(400)
+    assert all(guide.accept(token) for token in begin)
+    searches.clear()
+    looked, known = 0, set()
+    while looked < 3:
+        before = guide._place.countdown
+        for token in word:
+            assert guide.accept(token)
+        after = guide._place.countdown
+        assert before is not None
+        assert after is not None
+        if after.known is not None and after.look_at < before.look_at:
+            looked += 1
+            found = search(guide._matcher.fork(), ending._STRING, 4 * after.left, guide._vocabulary)
+            assert after.known.text == found
+            known.add(found)
+    assert len(known) == 1
+    assert len(searches) <= 1, searches
+    for token in end:  # there it does not lead to the end any more
+        assert guide.accept(token)
+    countdown = guide._place.countdown
+    assert countdown is not None
+    assert guide._ending is not None
+    closing = guide._ending._closing(guide._matcher, countdown.lexer, countdown.left, countdown.known)
+    assert closing is not None
+    assert closing.text != known.pop()

@@ -154,8 +154,10 @@ class Engine:
         self._launch_rounds()
         if not self._flights:
             return []
-        news = self._land(self._flights.popleft())
-        if self._flights and self._flights[0].is_wanted and self._finish(self._flights[0]):
+        landing, following = self._flights.popleft(), self._flights[0] if self._flights else None
+        waits = following is not None and following.parts is not None
+        news = self._land(landing)
+        if waits:
             self._launch_rounds()  # what is left of that one would not keep the device busy for long
         return news
 
@@ -260,19 +262,27 @@ class Engine:
         read = [each for each in flight.read() if each[0].is_current]
         if flight.hidden is not None:
             add_prompt_logprobs(flight.read_rows(), flight.hidden, self._logits_of, self.tokenizer)
-        judged, brought = [], []
-        for work, outcome, begin in read:
-            logits = flight.logits[begin : begin + 1 + outcome.num_judged] if flight.logits is not None else None
-            if _has_draft(work) and not flight.shape.rests:
-                judged.append(judged_of(work.request, outcome))
-            brought.append(self._settle(work, outcome, logits))
+        judged = [judged_of(work.request, outcome) for work, outcome, _ in read if _has_draft(work)]
+        brought = self._settle_all(flight, read)
         # where no round is under way, everybody has waited also while the outcome was read
         seconds = self.stopwatch.lap(flight, end if self._flights else self.stopwatch.now())
         rests = flight.shape.rests or not (flight.shape.depth or self.drafting.remembers)
         outcomes = [outcome for work, outcome, _ in read if work.emits]
-        self.drafting.policy.note(landed(flight, outcomes, judged, seconds, rests))
+        self.drafting.policy.note(landed(flight, outcomes, [] if flight.shape.rests else judged, seconds, rests))
         self._recompute_spoilt([work for work, _, _ in read])
         return brought
+
+    def _settle_all(self, flight: Flight, read: Sequence[tuple[Work, Outcome, int]]) -> list[Progress]:
+        """What a round brought reaches its requests: first those with a grammar, whom the next round waits for in the
+        middle. The others are seen to while the device does the rest of it."""
+        brought: dict[Work, Progress] = {}
+        for is_guided in (True, False):
+            for work, outcome, begin in read:
+                if (work.request.guide is not None) is is_guided:
+                    brought[work] = self._settle(work, outcome, flight.logits_at(begin, outcome))
+            if is_guided and self._flights and self._flights[0].is_wanted:
+                self._finish(self._flights[0])
+        return [brought[work] for work, _, _ in read]
 
     # the parts of a step
 

@@ -38,8 +38,9 @@ ROWS_PER_SEAT = (1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 
 MAX_UNUSED = 2**30  # bytes that recordings may leave to the next ones
 PLAIN = Flags(filtered=False, adjusted=False)
+MASKED = Flags(filtered=False, adjusted=False, masked=True)  # filters look at every row, whoever asks for them
 OPEN = Flags(filtered=True, adjusted=False, masked=True)
-KINDS = (PLAIN, OPEN, Flags(filtered=True, adjusted=True, masked=True))  # all that is told apart
+KINDS = (PLAIN, MASKED, OPEN, Flags(filtered=True, adjusted=True, masked=True))  # all that is told apart
 
 
 class Part(Enum):

@@ -26,6 +26,14 @@ _CLOSING_STRING = (b'"', *_PRINTABLE, b"\x80", b"\x90", b"\xa0")
 
 
 @dataclass(frozen=True)
+class Closing:
+    """A short text that completes an answer."""
+
+    text: bytes
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Countdown:
     """How many tokens an answer has left, and whether it is being closed. A value: it is a function of the tokens so
     far, so that drafts which are tried and taken back leave no trace."""
@@ -34,6 +42,7 @@ class Countdown:
     look_at: int  # the way to the end is looked for when no more than these are left
     lexer: int = _OUTSIDE  # of the JSON text so far: outside of strings, in one, after a backslash in one
     way: tuple[int, ...] | None = None  # tokens that close the answer; (): nothing but its end may follow
+    known: Closing | None = None  # what would have closed it when that was last looked for
 
     @classmethod
     def of(cls, num_tokens: int) -> Countdown:
@@ -63,21 +72,34 @@ class JsonEnding:
         countdown = replace(countdown, left=left, lexer=lexer)
         if left > countdown.look_at:
             return countdown
-        way = self._way(matcher, lexer, left)
-        if way is None or len(way) > left - 1:  # a search costs time: they become rarer as they fail
+        closing = self._closing(matcher, lexer, left, countdown.known)
+        countdown = replace(countdown, known=closing)
+        if closing is None or len(closing.tokens) > left - 1:  # a search costs time: they become rarer as they fail
             return replace(countdown, look_at=left * 3 // 4)
+        way = closing.tokens
         room = left - 1 - len(way)
         if room <= SPARE:
             return replace(countdown, way=way)
         # Both the room and the way may change with every token; halfway is early enough.
         return replace(countdown, look_at=left - max(1, (room - SPARE) // 2))
 
-    def _way(self, matcher: xgrammar.GrammarMatcher, lexer: int, left: int) -> tuple[int, ...] | None:
+    def _closing(
+        self, matcher: xgrammar.GrammarMatcher, lexer: int, left: int, known: Closing | None
+    ) -> Closing | None:  # fmt: skip
+        # a search takes as long as a hundred tokens do; in a string, what ended it before will mostly do so again
+        if known is not None and lexer == _STRING and known.text.startswith(b'"') and _completes(matcher, known.text):
+            return known
         text = _closing(matcher.fork(), lexer, left * BYTES_PER_TOKEN, self._vocabulary)
         if text is None:
             return None
         tokens = self._spelling.tokens(text)
-        return tokens if sum(len(self._vocabulary.token_bytes[token]) for token in tokens) == len(text) else None
+        is_spelt = sum(len(self._vocabulary.token_bytes[token]) for token in tokens) == len(text)
+        return Closing(text, tokens) if is_spelt else None
+
+
+def _completes(matcher: xgrammar.GrammarMatcher, text: bytes) -> bool:
+    trial = matcher.fork()
+    return trial.accept_string(text) and trial.is_completed()
 
 
 def _closing(

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outrider.grammar.masks import ids_of, mask_of
+import numpy as np
+
+from outrider.grammar.masks import mask_of
 from outrider.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -28,9 +30,17 @@ def _only_byte(matcher: xgrammar.GrammarMatcher, vocabulary: Vocabulary) -> byte
     """The byte that all tokens begin with which may come next; empty where there is none."""
     if _may_come(matcher, b"a") and _may_come(matcher, b"b"):  # as within a string, where a mask would take long
         return b""
-    ids = ids_of(mask_of(matcher, vocabulary.num_words), MAX_IDS)
-    bytes_ = {vocabulary.token_bytes[token][:1] if token not in vocabulary.end_ids else b"" for token in ids}
-    return bytes_.pop() if len(bytes_) == 1 else b""
+    bits = mask_of(matcher, vocabulary.num_words).numpy()
+    there = bits != 0
+    if not 0 < np.count_nonzero(there) <= MAX_IDS:
+        return b""
+    place = int(there.argmax())
+    word = int(bits[place])
+    byte = int(vocabulary.first_bytes[32 * place + (word & -word).bit_length() - 1])
+    if byte < 0 or (bits & vocabulary.beginning_otherwise(byte)).any():
+        return b""
+    num_ids = sum((word & 0xFFFFFFFF).bit_count() for word in bits[there].tolist())
+    return bytes([byte]) if num_ids <= MAX_IDS else b""
 
 
 def _may_come(matcher: xgrammar.GrammarMatcher, text: bytes) -> bool:

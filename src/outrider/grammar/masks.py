@@ -1,15 +1,16 @@
 """Masks of allowed tokens as bits. To fill one in takes a matcher up to a few hundred microseconds, as in the middle of
-a JSON string: those of a whole round are filled in together, on several threads."""
+a JSON string: those of a whole round are filled in together, on several threads (fillers.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from outrider.grammar.fillers import fillers
 
 if TYPE_CHECKING:
     import xgrammar
@@ -36,11 +37,10 @@ def fill_masks(masks: Sequence[Tensor | Unfilled]) -> Tensor:
         ((row, only),) = unfilled
         only.matcher.fill_next_token_bitmask(bits, row)
     elif unfilled:
-        rows = [row for row, _ in unfilled]
-        _batch_matcher().batch_fill_next_token_bitmask([mask.matcher for _, mask in unfilled], bits, rows)
-    empty = set(np.flatnonzero(~bits.numpy().any(axis=1)))
+        fillers().fill([mask.matcher for _, mask in unfilled], bits, [row for row, _ in unfilled])
+    empty = bits.numpy().view(np.uint32).max(axis=1) == 0
     for row, mask in unfilled:
-        if row in empty:
+        if empty[row]:
             bits[row] = mask.ends
     return bits
 
@@ -50,22 +50,3 @@ def mask_of(matcher: xgrammar.GrammarMatcher, num_words: int) -> Tensor:
     bits = torch.empty(1, num_words, dtype=torch.int32)
     matcher.fill_next_token_bitmask(bits)
     return bits[0]
-
-
-def ids_of(bits: Tensor, most: int) -> list[int]:
-    """The tokens that a mask [W] allows, if they are no more than `most`; otherwise none."""
-    words = bits.numpy().view(np.uint32)
-    places = np.flatnonzero(words)
-    if len(places) > most:
-        return []
-    values = [(int(place), int(words[place])) for place in places]
-    ids = [32 * place + bit for place, value in values for bit in range(32) if value >> bit & 1]
-    return ids if len(ids) <= most else []
-
-
-@cache
-def _batch_matcher() -> xgrammar.BatchGrammarMatcher:
-    """A matcher of many grammars at once, on half of the processors."""
-    import xgrammar
-
-    return xgrammar.BatchGrammarMatcher()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ class Vocabulary:
         self.num_words = -(-vocab_size // 32)  # of 32 bits
         self.opening = lru_cache(CACHED_SETS)(self._opening)
         self.within = lru_cache(CACHED_SETS)(self._within)
+        self.beginning_otherwise = lru_cache(256)(self._beginning_otherwise)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -38,10 +40,21 @@ class Vocabulary:
         return self.bits(self.end_ids)
 
     def bits(self, ids: Iterable[int]) -> Tensor:
-        chosen = torch.zeros(self.num_words * 32, dtype=torch.int64)
-        chosen[sorted(ids)] = 1
-        words = (chosen.view(-1, 32) << torch.arange(32)).sum(1)
-        return words.to(torch.int32)  # wraps around: the highest bit is the sign
+        chosen = np.zeros(self.num_words * 32, dtype=bool)
+        chosen[list(ids)] = True
+        return torch.from_numpy(_packed(chosen))
+
+    @cached_property
+    def first_bytes(self) -> np.ndarray:
+        """The first byte of each token, [32 words] int16; -1 where it has none, or ends a text."""
+        found = np.full(self.num_words * 32, -1, dtype=np.int16)
+        found[: self.size] = [text[0] if text else -1 for text in self.token_bytes]
+        found[list(self.end_ids)] = -1
+        return found
+
+    def _beginning_otherwise(self, byte: int) -> np.ndarray:
+        """Bits [words] int32 of all tokens that do not begin with this byte."""
+        return _packed(self.first_bytes != byte)
 
     def _opening(self, rest: bytes, closing: bytes) -> Tensor:
         """Tokens that go on with an opening marker of which `rest` is missing, and not past its closing one. Where one
@@ -82,6 +95,11 @@ class Spelling:
             found.append(self._ids[text[place : place + size]])
             place += size
         return tuple(found)
+
+
+def _packed(chosen: np.ndarray) -> np.ndarray:
+    """Bools [32 words] as bits [words] int32, lowest first."""
+    return np.packbits(chosen, bitorder="little").view(np.int32)
 
 
 def is_past(text: bytes, marker: bytes) -> bool:
