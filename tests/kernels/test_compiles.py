@@ -93,7 +93,7 @@ if rows < 64:
 """
 
 
-@pytest.mark.parametrize(("rows", "dim", "is_latent"), [(16, 128, 0), (32, 64, 0), (16, 144, 1), (64, 64, 0)])
+@pytest.mark.parametrize(("rows", "dim", "is_latent"), [(16, 128, 0), (32, 128, 0), (16, 144, 1), (64, 64, 0)])
 def test_pages_in_fp8_are_widened_in_pairs(rows: int, dim: int, is_latent: int) -> None:
     """Two numbers an instruction, straight to float16; and numbers of a few rows' keys go through shared memory in
     words, whose matrices it can turn."""

@@ -55,15 +55,15 @@ class Case(NamedTuple):
 
 CASES = [
     Case(),
-    Case(dim=32, value_dim=32),
     Case(dim=128, value_dim=128, sinks=True, window=7),
     Case(dim=256, value_dim=256, softcap=3.0),
-    Case(dim=24, value_dim=24, window=5),  # not the whole of a power of two
-    Case(dim=24, value_dim=24, rows=(1,), starts=(3,)),  # up to the end of the last page
-    Case(dim=48, value_dim=40, sinks=True),  # keys in two pieces
-    Case(dim=16, value_dim=16),  # too small for words
-    Case(dim=17, value_dim=33, heads=2),  # odd
-    Case(heads=16, rows=(1, 3), starts=(40, 2)),  # 32 lanes
+    Case(dim=72, value_dim=72, window=5),  # keys in two pieces, values not the whole of a power of two
+    Case(dim=72, value_dim=72, rows=(1,), starts=(3,)),  # up to the end of the last page
+    Case(dim=64, value_dim=80, sinks=True),
+    Case(heads=16, dim=128, value_dim=128, rows=(1, 3), starts=(40, 2)),  # 32 lanes
+    Case(dim=24, value_dim=24, window=5),  # too small for words, as all that follow
+    Case(dim=17, value_dim=33, heads=2),
+    Case(heads=16, rows=(1, 3), starts=(40, 2)),
     Case(rows=(20, 1), starts=(3, 70), softcap=3.0),  # a prompt, beside a single row
     Case(dim=256, value_dim=256, rows=(17,), starts=(30,)),
 ]
@@ -148,11 +148,11 @@ def test_rows_that_see_nothing(dtype: torch.dtype) -> None:
 def test_many_small_shares_count(dtype: torch.dtype) -> None:
     """2,000 keys with 2^-26 of the first key's share each, which has a value of zero: float16 alone would lose them."""
     batch = batch_of([1], [2000], 16, torch.float32)
-    keys, values = (torch.zeros(127, 16, 1, 32, device=DEVICE) for _ in range(2))
+    keys, values = (torch.zeros(127, 16, 1, 64, device=DEVICE) for _ in range(2))
     keys[batch.page_table[0, 0].long(), 0, 0, 0] = 13.0
     values += 256.0
     values[batch.page_table[0, 0].long(), 0] = 0.0
-    q = torch.zeros(1, 1, 32, dtype=dtype, device=DEVICE)
+    q = torch.zeros(1, 1, 64, dtype=dtype, device=DEVICE)
     q[..., 0] = 2.0
     pages = keys.to(FP8), values.to(FP8)
     scale = 0.6931471805599453  # so that 26 is 2^26

@@ -33,9 +33,11 @@ def _attend_blocks(
 ):  # fmt: skip
     """The rows of a program see those of the blocks low <= number < high that are their part's. Scores are in units of
     log 2. MASKED: not every row sees every key of them. SAME: the first MAIN numbers of a key are its value."""
-    FEW: tl.constexpr = query.shape[0] < 64
-    FP8: tl.constexpr = keys_at.dtype.element_ty == tl.float8e4nv and not IEEE and (FEW or MAIN <= 128)
-    if FP8 and FEW and MAIN >= 32 and BLOCK_VALUE >= 32 and DIM % 2 == 0 and VALUE % 2 == 0:
+    LANES: tl.constexpr = query.shape[0]
+    FP8: tl.constexpr = keys_at.dtype.element_ty == tl.float8e4nv and not IEEE and (LANES < 64 or MAIN <= 128)
+    # of halves that are smaller, warps would compute the same numbers
+    IN_HALVES: tl.constexpr = DIM % 2 == 0 and VALUE % 2 == 0 and MAIN >= 64 and BLOCK_VALUE >= 4 * LANES
+    if FP8 and IN_HALVES and LANES < 64:
         return attend_words(
             best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, high, part,
             parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, MASKED, WINDOW, SOFTCAP, DIM, MAIN, REST,
