@@ -233,7 +233,8 @@ def test_survival_begins_with_the_average() -> None:
 
 
 def test_times_are_told_apart() -> None:
-    """Rows of drafts, rows of prompts and drafting itself are never seen alone, and yet their prices are found."""
+    """Rows of drafts, rows of prompts and drafting itself are never seen alone, and yet their prices are found. Beside
+    prompts a row may take longer than all that a smaller round takes: that says nothing of rounds without."""
     times, chance = Times(), random.Random(0)
     for _ in range(300):
         for depth in (0, 5):
