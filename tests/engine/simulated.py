@@ -23,7 +23,6 @@ from outrider.engine.policy import DepthPolicy, Judged, judged_of
 from outrider.engine.request import Request, Work
 from outrider.engine.runner import exact_shape
 from outrider.engine.scheduler import Scheduler, SchedulerLimits
-from outrider.engine.stopwatch import Stopwatch
 from outrider.sampling_params import SamplingParams
 from outrider.types import Outcome, RoundShape
 
@@ -106,7 +105,7 @@ class SimulatedEngine:
         self.graphs._parts = SimpleNamespace(drafting=self.drafting)  # type: ignore[assignment]
         self.drafting._row_sizes = self.graphs.row_sizes
         self.now = self._busy_until = 0.0  # seconds
-        self.stopwatch = Stopwatch(lambda: self.now)
+        self._last = 0.0  # when the round before was over
         self._chance, self._answers = random.Random(seed), dict[Request, Answer]()
         self._flights: deque[SimulatedFlight] = deque()
         self.rounds: list[tuple[RoundShape, float, int]] = []  # seconds, and tokens, of every round
@@ -190,7 +189,7 @@ class SimulatedEngine:
             if request.finished:
                 ended.append(request)
                 del self._answers[request]
-        seconds = self.stopwatch.lap(flight, self.now)
+        seconds, self._last = self.now - max(flight.launched, self._last), self.now  # as a Stopwatch has it
         self.rounds.append((flight.shape, seconds, taken))
         rests = flight.shape.rests or not (flight.shape.depth or self.drafting.remembers)
         self.drafting.policy.note(landed(flight, outcomes, judged, seconds, rests))

@@ -254,7 +254,10 @@ class Governor:
         return -math.inf if hope.token_seconds * MARGIN < now.token_seconds else TRIAL_ROUNDS * now.seconds
 
     def _next(self, number: int, size: SizeStats) -> int:
-        """The depth to try: none, and as many as there can be, come first."""
+        """The depth to try: none, and as many as there can be, come first. At rest the question is whether drafts
+        stand by now: whole drafts say most."""
+        if size.depth == 0:
+            return self.depths[-1]
         others = [depth for depth in reversed(self.depths) if depth != size.depth]
         ends = [depth for depth in (0, self.depths[-1]) if depth in others and not self._times.knows(number, depth)]
         return ends[0] if ends else others[size.num_trials % len(others)]

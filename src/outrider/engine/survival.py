@@ -18,8 +18,8 @@ EXPECTED_DECAY = 1 - 1 / 32  # of the tokens that were expected, from one of the
 INITIAL_EXPECTED = 16.0  # tokens at first that came as they were expected
 PRIOR_DRAFTS = 3.0  # drafts of its own that the average counts as much as
 INITIAL_ACCEPTANCE = 0.7  # what a position counts as that was never seen
-FADED_DRAFTS = 4.0  # drafts that what is known counts as much as, when it may be out of date
-RECORD, FADED_RECORD = 32, 4  # requests that have ended which are remembered, and when it may be out of date
+FADED_DRAFTS = 1.5  # drafts that what is known counts as much as, when it may be out of date
+RECORD = 32  # requests that have ended which are remembered
 FEW_DRAFTS = 4  # drafts of a request that say something of it
 
 
@@ -95,4 +95,4 @@ class Survival:
         self._all_right, self._all_seen = self._all_right * scale, self._all_seen * scale
         scale_own = np.minimum(1.0, FADED_DRAFTS / np.maximum(self._seen, 1e-9))
         self._right, self._seen = self._right * scale_own, self._seen * scale_own
-        self._ended = self._ended[-FADED_RECORD:]
+        self._ended = []
