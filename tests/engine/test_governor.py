@@ -239,7 +239,7 @@ def test_times_are_told_apart() -> None:
     for _ in range(300):
         for depth in (0, 5):
             rows, prompt = 8 + (chance.randint(0, 40) if depth else 0), chance.choice([0, 64, 128])
-            seconds = 1 + 0.01 * (rows - 8) + 0.003 * prompt + 0.1 * depth
+            seconds = 1 + 0.1 * depth + (0.003 * (rows + prompt) - 0.5 if prompt else 0.01 * (rows - 8))
             times.add(3, depth, (rows, prompt), seconds * (1 + 0.05 * chance.random()), rests=depth == 0)
     line = times.line(3, 5, 8)
     assert line is not None

@@ -76,11 +76,11 @@ class Survival:
         return self._seen[rows, 0] >= FEW_DRAFTS
 
     def usual(self, rows: np.ndarray) -> np.ndarray:
-        """The same of requests as they come, [N, K]: of those that have ended, and of those in these slots. Where drafts
-        of some stand and those of others do not, none of them is like the average of all."""
+        """The same of requests as they come, [N, K]: of those that have ended, and of those in these slots. Where
+        drafts of some stand and those of others do not, none of them is like the average of all."""
         known = rows[self.knows(rows)]
-        right = np.concatenate([np.reshape([each for each, _ in self._ended], (-1, self.lookahead)), self._right[known]])
-        seen = np.concatenate([np.reshape([each for _, each in self._ended], (-1, self.lookahead)), self._seen[known]])
+        right = np.array([*(each for each, _ in self._ended), *self._right[known]])
+        seen = np.array([*(each for _, each in self._ended), *self._seen[known]])
         if not len(seen):
             right = seen = np.zeros((1, self.lookahead))
         return self._chances(right, seen)
