@@ -21,7 +21,7 @@ STRAY_SHARE = 0.25  # of a round of it: one that has another depth
 MARGIN = 1.03  # a depth must be so much better than the one that is in use
 REST_MARGIN = 1.1  # and so much no drafts at all, where they pay for requests as they come
 REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
-TRIAL_BUDGET = 0.0075  # share of the time that trials may cost of which nothing new is expected
+TRIAL_BUDGET = 0.005  # share of the time that trials may cost of which nothing new is expected
 MADE_WINDOW = 32  # rounds that the share of a draft that is made looks back on
 PROMPT_WINDOW = 256  # rounds that the share of prompts looks back on
 
