@@ -38,6 +38,7 @@ from guided_rounds import MadeUpTokenizer
 
 from outrider import LLM, SamplingParams
 from outrider.bench.depth import PolicySide
+from outrider.bench.load.serve_load import LoadOutcome
 from outrider.bench.load.server_process import server_process
 from outrider.bench.load.traffic import Level, LevelRuns, TrafficPlan, measure_levels, output_rate
 from outrider.bench.load.traffic_opening import server_arguments
@@ -65,6 +66,7 @@ REQUESTS = {1: 2, 4: 4} if SMOKE else {1: 2, 8: 16, 32: 64, 128: 256}  # of a ru
 CROWD, GUIDED, ROUNDS = (4, 1, 3) if SMOKE else (32, 8, 40)
 NUM_RUNS = int(os.environ.get("RUNS", "1" if SMOKE else "3"))
 RATES = (0.9, 0.1)
+LONG = 2 if SMOKE else 6  # requests of a client, where their end must not count
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "words": {"type": "array", "items": {"type": "string"}, "minItems": 3}},
@@ -177,6 +179,17 @@ def medians(found: LevelRuns) -> tuple[list[float], list[list[float]]]:
     return [statistics.median(each) for each in rates], rates
 
 
+def busy_rate(run: LoadOutcome) -> float:
+    """Tokens a second until the last request was sent, while all clients were busy. At the end of a run whoever is
+    slowest is alone, and a drafter that was right for the others has only made that come sooner."""
+    begin, end = min(each.sent for each in run.answers), max(each.sent for each in run.answers)
+    tokens = 0.0
+    for each in run.answers:
+        first, over = each.sent + (each.first or 0.0), each.sent + each.seconds
+        tokens += (each.num_tokens or 0) * min(max(end - first, 0.0) / max(over - first, 1e-9), 1.0)
+    return tokens / max(end - begin, 1e-9)
+
+
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
     return [value / other for value, other in zip(values, others, strict=True)]
 
@@ -204,13 +217,14 @@ def never(pair: Pair) -> None:
 def depth(pair: Pair) -> None:
     pair.acceptance.set(RATES)
     watchdog, pair.drafting.watchdog = pair.drafting.watchdog, None  # it would leave requests out, whatever the depth
-    plan = short_plan((CROWD,), max(NUM_RUNS - 1, 1))
+    plan = replace(short_plan((CROWD,), max(NUM_RUNS - 1, 1)), requests={CROWD: LONG * CROWD})
     sides = [side_of("plain", pair.plain, plan)]
     sides += [side_of(f"K={depth}", pair.drafting, plan, FixedDepth(depth)) for depth in range(1, K + 1)]
     sides += [side_of("adaptive", pair.drafting, plan, pair.adaptive())]
     (found,) = measure_levels(sides, prompts_of(plan), plan, lambda line: None)
     pair.drafting.watchdog = watchdog
-    middle, rates = medians(found)
+    rates = [[busy_rate(run) for run in runs] for runs in found.runs]
+    middle, (whole, _) = [statistics.median(each) for each in rates], medians(found)
     accepted = [
         each.drafting.num_accepted / max(each.drafting.num_drafts, 1) for each in found.runs[K] if each.drafting
     ]
@@ -218,6 +232,7 @@ def depth(pair: Pair) -> None:
     pairs = ratios(rates[-1], rates[best])
     said = ", ".join(f"{side.name} {rate:.0f}" for side, rate in zip(sides, middle, strict=True))
     say(f"rates {RATES}, {CROWD} clients, tokens/s: {said}; a draft of {K} brings {max(accepted, default=0):.2f}")
+    say("to the end of the last answer: " + ", ".join(f"{rate:.0f}" for rate in whole))
     ratio = statistics.median(pairs)
     say(
         f"adaptive over the best fixed (K={best}): {ratio:.3f} ({min(pairs):.3f}..{max(pairs):.3f}), "

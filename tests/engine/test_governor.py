@@ -90,7 +90,7 @@ def test_it_notices_when_the_text_changes(before: float, after: float) -> None:
     assert run(world, governor, 500, chance).rate > 0.95 * world.best
 
 
-@pytest.mark.parametrize(("rate", "low"), [(0.8, 1.18), (0.2, 0.98)])
+@pytest.mark.parametrize(("rate", "low"), [(0.8, 1.15), (0.2, 0.98)])
 def test_rounds_that_read_prompts_teach_too(rate: float, low: float) -> None:
     """With so many requests that come and go, hardly a round is without a prompt. The best depth for all makes 1.25
     times plain in the first of these worlds."""
@@ -233,12 +233,13 @@ def test_survival_begins_with_the_average() -> None:
 
 
 def test_times_are_told_apart() -> None:
-    """Rows of drafts, rows of prompts and drafting itself are never seen alone, and yet their prices are found."""
+    """Rows of drafts, rows of prompts and drafting itself are never seen alone, and yet their prices are found. Beside
+    prompts a row may take longer than all that a smaller round takes: that says nothing of rounds without."""
     times, chance = Times(), random.Random(0)
     for _ in range(300):
         for depth in (0, 5):
             rows, prompt = 8 + (chance.randint(0, 40) if depth else 0), chance.choice([0, 64, 128])
-            seconds = 1 + 0.01 * (rows - 8) + 0.003 * prompt + 0.1 * depth
+            seconds = 1 + 0.1 * depth + (0.003 * (rows + prompt) - 0.5 if prompt else 0.01 * (rows - 8))
             times.add(3, depth, (rows, prompt), seconds * (1 + 0.05 * chance.random()), rests=depth == 0)
     line = times.line(3, 5, 8)
     assert line is not None

@@ -19,8 +19,9 @@ MIN_ROUNDS = 4  # rounds at a new size before another depth is tried
 TRIAL_ROUNDS = 4  # rounds of a trial; the first ones may still pay for the change
 STRAY_SHARE = 0.25  # of a round of it: one that has another depth
 MARGIN = 1.03  # a depth must be so much better than the one that is in use
+REST_MARGIN = 1.1  # and so much no drafts at all, where they pay for requests as they come
 REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
-TRIAL_BUDGET = 0.01  # share of the time that trials may cost of which nothing new is expected
+TRIAL_BUDGET = 0.005  # share of the time that trials may cost of which nothing new is expected
 MADE_WINDOW = 32  # rounds that the share of a draft that is made looks back on
 PROMPT_WINDOW = 256  # rounds that the share of prompts looks back on
 
@@ -48,6 +49,23 @@ class Offer:
     token_seconds: float  # what a token takes, its share of prompts included
     num_drafts: int  # draft rows to judge
     seconds: float  # of a round
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of drafts, the best first: how many there are up to each of them, and how many tokens those bring."""
+
+    counts: np.ndarray
+    gains: np.ndarray
+
+    @classmethod
+    def of(cls, chances: np.ndarray, each: np.ndarray | None = None) -> Rows:
+        """`each`: how many requests have such chances [B, depth], if not one, [B]."""
+        order = np.argsort(-chances, axis=None, kind="stable")
+        many = np.ones(chances.size) if each is None else np.repeat(each, chances.shape[1])[order]
+        best = chances.ravel()[order]
+        many = np.where(best > 0, many, 0.0)
+        return cls(np.append(0.0, many.cumsum()), np.append(0.0, (many * best).cumsum()))
 
 
 class Governor:
@@ -93,7 +111,8 @@ class Governor:
             return
         survival = self._survival_of(requests)[:, :depth]
         order = np.argsort(-survival, axis=None, kind="stable")
-        best = order[: self._choose(survival.ravel()[order], len(requests), depth, line).num_drafts]
+        rows = Rows.of(survival)
+        best = order[: self._choose(rows, len(requests), depth, line).num_drafts]
         for request, most in zip(requests, np.bincount(best // depth, minlength=len(requests)).tolist(), strict=True):
             request.most_judged = most
 
@@ -105,16 +124,14 @@ class Governor:
                 survival[number, limit:] = 0.0
         return survival
 
-    def _choose(self, chances: np.ndarray, num_requests: int, depth: int, line: Line) -> Offer:
-        """How many rows to judge of drafts of such a depth, given the chances of all rows, the best first."""
-        gains = np.zeros(1 + len(chances))
-        np.cumsum(chances, out=gains[1:])
+    def _choose(self, rows: Rows, num_requests: int, depth: int, line: Line) -> Offer:
+        """How many rows to judge of drafts of such a depth."""
         if self._row_sizes is None:
-            used = added = np.arange(len(gains))
+            used = added = np.arange(num_requests * depth + 1)
         else:
             added = np.maximum(np.asarray(self._row_sizes(num_requests, depth)) - num_requests, 0)
-            used = np.minimum(added, int(np.count_nonzero(chances)))
-        tokens = num_requests + self._made * self._survival.trust * gains[used]
+            used = np.minimum(added, int(rows.counts[-1]))
+        tokens = num_requests + self._made * self._survival.trust * np.interp(used, rows.counts, rows.gains)
         seconds = line.seconds + line.row * added * (self._made if self._row_sizes is None else 1.0)
         each = seconds / tokens + line.prompt * self._prompt_share
         best = int(each.argmin())
@@ -194,28 +211,33 @@ class Governor:
 
     def _review(self, number: int, size: SizeStats, requests: Sequence[Request]) -> None:
         """Takes the depth that looks best, or begins a trial where one is due."""
-        survival = self._survival_of(requests)
-        found = self._offers(number, survival)
-        size.pays = self._pays(number, len(requests))
+        found = self._offers(number, *self._expected(requests))
+        size.pays = self._pays(number, requests)
         if size.depth not in found:
             return
         now = found[size.depth]
         best = min(found, key=lambda depth: found[depth].token_seconds)
-        if found[best].token_seconds * MARGIN >= now.token_seconds and 0 in found:
+        if found[best].token_seconds * MARGIN >= now.token_seconds and 0 in found and not size.pays:
             best = 0  # drafts that bring nothing are not made
-        if found[best].token_seconds * (MARGIN if best else 1.0) < now.token_seconds:
+        if best == 0:  # those who come will soon be others
+            margin = REST_MARGIN if size.pays else 1.0
+        else:
+            margin = MARGIN
+        if found[best].token_seconds * margin < now.token_seconds:
             if self._times.knows(number, best):
                 size.depth = best
             elif size.num_rounds >= MIN_ROUNDS:
                 self._begin(number, size, best, now)
             return
         other = self._next(number, size)
-        size.next_loss = self._loss(number, size, other, found, survival)
+        size.next_loss = self._loss(number, size, other, found, requests)
         if size.num_rounds >= MIN_ROUNDS and self._credit >= size.next_loss and (self._has_followed or not other):
             self._credit = min(self._credit, max(size.next_loss, 0.0))
             self._begin(number, size, other, now)
 
-    def _loss(self, number: int, size: SizeStats, other: int, found: dict[int, Offer], survival: np.ndarray) -> float:
+    def _loss(
+        self, number: int, size: SizeStats, other: int, found: dict[int, Offer], requests: Sequence[Request]
+    ) -> float:
         """Seconds that a trial of another depth will cost."""
         now = found[size.depth]
         if other in found:
@@ -225,44 +247,57 @@ class Governor:
         if other == 0:  # nothing is known of plain rounds
             return -math.inf
         # Nothing is known of what drafts take. Those that stand too seldom never pay, whatever they take.
-        line = self._times.line(number, size.depth, len(survival))
+        line = self._times.line(number, size.depth, len(requests))
         assert line is not None
-        hope = self._choose(_best_first(survival[:, :other]), len(survival), other, line)
+        survival, many = self._expected(requests)
+        hope = self._choose(Rows.of(survival[:, :other], many), len(requests), other, line)
         return -math.inf if hope.token_seconds * MARGIN < now.token_seconds else TRIAL_ROUNDS * now.seconds
 
     def _next(self, number: int, size: SizeStats) -> int:
-        """The depth to try: none, and as many as there can be, come first."""
+        """The depth to try: none, and as many as there can be, come first. At rest the question is whether drafts
+        stand by now: whole drafts say most."""
+        if size.depth == 0:
+            return self.depths[-1]
         others = [depth for depth in reversed(self.depths) if depth != size.depth]
         ends = [depth for depth in (0, self.depths[-1]) if depth in others and not self._times.knows(number, depth)]
         return ends[0] if ends else others[size.num_trials % len(others)]
 
-    def _offers(self, number: int, survival: np.ndarray) -> dict[int, Offer]:
-        """What each depth has to offer, as far as is known what it takes."""
-        found = {}
-        for depth in self.depths:
-            line = self._times.line(number, depth, len(survival))
-            if line is not None:
-                found[depth] = self._choose(_best_first(survival[:, :depth]), len(survival), depth, line)
-        return found
+    def _expected(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
+        """Chances [N, K], and how many requests have each, [N]: those of whom little is known yet are like all that
+        come, some good and some bad. What they are is soon found out."""
+        slots = np.array([request.slot for request in requests])
+        survival = self._survival_of(requests)
+        new = (~self._survival.knows(slots)) & np.array([request.most_drafts() is None for request in requests])
+        usual = self._survival.usual(slots)
+        many = np.append(np.where(new, 0.0, 1.0), np.full(len(usual), new.sum() / len(usual)))
+        return np.concatenate([survival, usual]), many
 
-    def _pays(self, number: int, num_requests: int) -> bool:
-        """Whether drafts would pay if all requests were drafted for, and were like the average."""
-        found = self._offers(number, np.tile(self._survival.average, (num_requests, 1)))
+    def _pays(self, number: int, requests: Sequence[Request]) -> bool:
+        """Whether drafts would pay if all requests were drafted for, and were as they come. Those whose drafts stand
+        leave sooner."""
+        usual = self._survival.usual(np.array([request.slot for request in requests]))
+        stay = 1 / (1 + usual.sum(1))
+        found = self._offers(number, usual, len(requests) * stay / stay.sum())
         if 0 not in found or len(found) < 2:
             return True
         return min(each.token_seconds for each in found.values()) * MARGIN < found[0].token_seconds
+
+    def _offers(self, number: int, survival: np.ndarray, many: np.ndarray) -> dict[int, Offer]:
+        """What each depth has to offer, as far as is known what it takes."""
+        num_requests, found = round(float(many.sum())), {}
+        for depth in self.depths:
+            line = self._times.line(number, depth, num_requests)
+            if line is not None:
+                found[depth] = self._choose(Rows.of(survival[:, :depth], many), num_requests, depth, line)
+        return found
 
     def _begin(self, number: int, size: SizeStats, depth: int, now: Offer) -> None:
         size.trial, size.num_left, size.loss = depth, TRIAL_ROUNDS, 0.0
         size.num_trials += 1
         size.token_seconds = now.token_seconds
         self._times.fade(number, depth)
-        if depth > size.depth:
+        if size.depth == 0:
             self._survival.fade()
-
-
-def _best_first(survival: np.ndarray) -> np.ndarray:
-    return -np.sort(-survival, axis=None)
 
 
 def depths_up_to(lookahead: int) -> tuple[int, ...]:

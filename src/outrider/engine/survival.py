@@ -16,9 +16,11 @@ BATCH_WINDOW = 256  # drafts that the average of all looks back on
 CHECK_INTERVAL = 4  # rounds of which one is compared with what was expected
 EXPECTED_DECAY = 1 - 1 / 32  # of the tokens that were expected, from one of them to the next
 INITIAL_EXPECTED = 16.0  # tokens at first that came as they were expected
-PRIOR_DRAFTS = 6.0  # drafts of its own that the average counts as much as
+PRIOR_DRAFTS = 3.0  # drafts of its own that the average counts as much as
 INITIAL_ACCEPTANCE = 0.7  # what a position counts as that was never seen
-FADED_DRAFTS = 4.0  # drafts that what is known counts as much as, when it may be out of date
+FADED_DRAFTS = 1.5  # drafts that what is known counts as much as, when it may be out of date
+RECORD = 32  # requests that have ended which are remembered
+FEW_DRAFTS = 4  # drafts of a request that say something of it
 
 
 class Survival:
@@ -34,9 +36,12 @@ class Survival:
         self._column = np.arange(lookahead)
         self._expected = self._accepted = INITIAL_EXPECTED  # tokens of the last rounds that were checked
         self._num_added = 0
+        self._ended: list[tuple[np.ndarray, np.ndarray]] = []  # rows of both tables
 
     def begin(self, slot: int) -> None:
         """Another request has the slot."""
+        if self._seen[slot, 0] >= FEW_DRAFTS:
+            self._ended = [*self._ended[1 - RECORD :], (self._right[slot].copy(), self._seen[slot].copy())]
         self._right[slot] = self._seen[slot] = 0.0
 
     def add(self, judged: Sequence[Judged]) -> None:
@@ -58,19 +63,31 @@ class Survival:
         self._all_seen = self._all_seen * keep + count
 
     @property
-    def average(self) -> np.ndarray:
-        """Of all requests: the share of drafts whose first tokens up to each one stand, [K]."""
-        return (self._all_right / self._all_seen).cumprod()
-
-    @property
     def trust(self) -> float:
         """How many of the tokens that were expected have come: whoever picks the best of many is a little deceived."""
         return min(max(self._accepted / self._expected, 0.5), 1.2)
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         """The chance that each token of a draft is accepted, by slot, [B, K]; it falls from token to token."""
+        return self._chances(self._right[rows], self._seen[rows])
+
+    def knows(self, rows: np.ndarray) -> np.ndarray:
+        """Of which slots drafts have said something, [B]."""
+        return self._seen[rows, 0] >= FEW_DRAFTS
+
+    def usual(self, rows: np.ndarray) -> np.ndarray:
+        """The same of requests as they come, [N, K]: of those that have ended, and of those in these slots. Where
+        drafts of some stand and those of others do not, none of them is like the average of all."""
+        known = rows[self.knows(rows)]
+        right = np.array([*(each for each, _ in self._ended), *self._right[known]])
+        seen = np.array([*(each for _, each in self._ended), *self._seen[known]])
+        if not len(seen):
+            right = seen = np.zeros((1, self.lookahead))
+        return self._chances(right, seen)
+
+    def _chances(self, right: np.ndarray, seen: np.ndarray) -> np.ndarray:
         share = self._all_right / self._all_seen
-        return ((self._right[rows] + PRIOR_DRAFTS * share) / (self._seen[rows] + PRIOR_DRAFTS)).cumprod(axis=1)
+        return ((right + PRIOR_DRAFTS * share) / (seen + PRIOR_DRAFTS)).cumprod(axis=1)
 
     def fade(self) -> None:
         """What is known may be out of date: what comes next counts more."""
@@ -78,3 +95,4 @@ class Survival:
         self._all_right, self._all_seen = self._all_right * scale, self._all_seen * scale
         scale_own = np.minimum(1.0, FADED_DRAFTS / np.maximum(self._seen, 1e-9))
         self._right, self._seen = self._right * scale_own, self._seen * scale_own
+        self._ended = []

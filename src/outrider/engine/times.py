@@ -1,10 +1,13 @@
-"""What a round takes, learnt from rounds of every kind: a mean for each depth and for batches of about the same size,
-and how it grows with the rows of drafts and of prompts. So rounds that read prompts teach as much as others."""
+"""What a round takes, learnt from all rounds: a mean for each depth and for batches of about the same size, and how it
+grows with rows. Rounds that read prompts are timed apart: beside a prompt the device computes all the time, and a row
+more takes so much longer; in other rounds it waits for weights, and rows are almost free. A line through both would say
+that rounds without prompts take next to nothing."""
 
 from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # batches of about the same size, up to each of them, are timed together
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -23,69 +26,58 @@ def size_of(num_requests: int) -> int:
     return bisect.bisect_left(SIZES, num_requests)
 
 
+class Key(NamedTuple):
+    """Rounds that have a slope in common."""
+
+    size: int
+    rests: bool  # the drafter is left out
+    reads: bool  # somebody's prompt is read
+
+
 @dataclass
 class Moments:
-    """Means of (rows, prompt rows, seconds) over the last rounds of one kind, and how they vary together."""
+    """Means of rows and seconds over the last rounds of one kind, and how they vary together."""
 
     count: float = 0.0
     rows: float = 0.0
-    prompt: float = 0.0
     seconds: float = 0.0
     rows_rows: float = 0.0
-    rows_prompt: float = 0.0
-    prompt_prompt: float = 0.0
     rows_seconds: float = 0.0
-    prompt_seconds: float = 0.0
 
-    def add(self, rows: float, prompt: float, seconds: float) -> None:
+    def add(self, rows: float, seconds: float) -> None:
         keep = 1 - 1 / WINDOW
         self.count = self.count * keep + 1
-        off_rows, off_prompt, off_seconds = rows - self.rows, prompt - self.prompt, seconds - self.seconds
+        off_rows, off_seconds = rows - self.rows, seconds - self.seconds
         self.rows += off_rows / self.count
-        self.prompt += off_prompt / self.count
         self.seconds += off_seconds / self.count
         left = 1 - 1 / self.count  # as the means have moved
         self.rows_rows = self.rows_rows * keep + off_rows * off_rows * left
-        self.rows_prompt = self.rows_prompt * keep + off_rows * off_prompt * left
-        self.prompt_prompt = self.prompt_prompt * keep + off_prompt * off_prompt * left
         self.rows_seconds = self.rows_seconds * keep + off_rows * off_seconds * left
-        self.prompt_seconds = self.prompt_seconds * keep + off_prompt * off_seconds * left
-
-
-@dataclass
-class Slopes:
-    """Seconds for one more row."""
-
-    rows: float
-    prompt: float
 
 
 @dataclass
 class Kind:
-    """Rounds of batches of about the same size in which the drafter works, or in which it rests: by depth."""
+    """Rounds with the same key: by depth, and seconds for one more row."""
 
     depths: dict[int, Moments] = field(default_factory=dict)
+    slope: float = 0.0
+    num_new: int = 0  # rounds since it was fitted
 
-    def slopes(self, prior: Slopes | None) -> Slopes:
+    def fit(self, prior: float | None) -> None:
         """Least squares over the rounds of all depths, each about its own mean, held to what is known otherwise."""
         known = self.depths.values()
         longest = max(known, key=lambda each: each.seconds)
-        rows = ROWS_OF_A_ROUND + longest.rows + longest.prompt
-        most = longest.seconds / max(longest.rows + longest.prompt, 1.0)  # or else there was nothing else in a round
-        if prior is None:
-            prior = Slopes(longest.seconds / rows, longest.seconds / rows)
-        prior = Slopes(min(prior.rows, most), min(prior.prompt, most))
+        rows = ROWS_OF_A_ROUND + longest.rows
+        most = longest.seconds / max(longest.rows, 1.0)  # or else there was nothing else in a round
+        held = min(longest.seconds / rows if prior is None else prior, most)
         hold = (NOISE * rows) ** 2
         rows_rows = sum(each.rows_rows for each in known) + hold
-        prompt_prompt = sum(each.prompt_prompt for each in known) + hold
-        both = sum(each.rows_prompt for each in known)
-        rows_seconds = sum(each.rows_seconds for each in known) + hold * prior.rows
-        prompt_seconds = sum(each.prompt_seconds for each in known) + hold * prior.prompt
-        area = rows_rows * prompt_prompt - both * both  # above 0: both are held
-        return Slopes(
-            max((rows_seconds * prompt_prompt - prompt_seconds * both) / area, 0.0),
-            max((prompt_seconds * rows_rows - rows_seconds * both) / area, 0.0),
-        )
+        rows_seconds = sum(each.rows_seconds for each in known) + hold * held
+        self.slope, self.num_new = max(rows_seconds / rows_rows, 0.0), 0
+
+    def seconds(self, depth: int, rows: float) -> float:
+        moments = self.depths[depth]
+        return max(moments.seconds + self.slope * (rows - moments.rows), moments.seconds / LEAST)
 
 
 @dataclass(frozen=True)
@@ -99,83 +91,80 @@ class Line:
 
 class Times:
     def __init__(self) -> None:
-        self._kinds: dict[tuple[int, bool], Kind] = {}  # by size, and whether the drafter is left out
-        self._slopes: dict[tuple[int, bool], Slopes] = {}
-        self._new: dict[tuple[int, bool], int] = {}  # rounds since slopes were fitted
+        self._kinds: dict[Key, Kind] = {}
 
     def add(self, size: int, depth: int, rows: tuple[int, int], seconds: float, *, rests: bool) -> None:
         """A round is over. `rows`: of requests that decode, and others."""
-        key = (size, rests)
+        key = Key(size, rests, rows[1] > 0)
         kind = self._kinds.setdefault(key, Kind())
         moments = kind.depths.setdefault(depth, Moments())
         if moments.count > 0:
-            expected = self._expected(key, moments, *rows)
+            expected = kind.seconds(depth, sum(rows))
             if moments.count < FADED_ROUNDS and OUTLIER_FACTOR * seconds < expected:  # those before were disturbed
                 moments = kind.depths[depth] = Moments()
             elif moments.count > 2:
                 seconds = min(seconds, OUTLIER_FACTOR * max(expected, moments.seconds))
-        moments.add(*rows, seconds)
-        self._new[key] = self._new.get(key, 0) + 1
-        if key not in self._slopes or self._new[key] >= REFIT_ROUNDS:
-            self._slopes[key], self._new[key] = kind.slopes(self._prior(key)), 0
+        moments.add(sum(rows), seconds)
+        kind.num_new += 1
+        if moments.count <= 1 or kind.num_new >= REFIT_ROUNDS:
+            kind.fit(self._prior(key))
 
     def knows(self, size: int, depth: int) -> bool:
-        kind = self._kinds.get((size, depth == 0))
+        """Whether rounds that read no prompt were timed."""
+        kind = self._kinds.get(Key(size, depth == 0, False))
         return kind is not None and depth in kind.depths
 
     def fade(self, size: int, depth: int) -> None:
         """What is known may be out of date."""
         if self.knows(size, depth):
-            moments = self._kinds[size, depth == 0].depths[depth]
+            moments = self._kinds[Key(size, depth == 0, False)].depths[depth]
             moments.count = min(moments.count, float(FADED_ROUNDS))
 
     def line(self, size: int, depth: int, num_requests: int) -> Line | None:
         """Of rounds with such a depth. Where they were never timed, what others take says how much; None: nothing
         does."""
-        key = (size, depth == 0)
-        slopes = self._slopes.get(key) or self._prior(key)
-        if slopes is None:
+        key = Key(size, depth == 0, False)
+        slope, prompt = self._slope(key), self.prompt_seconds(size, rests=depth == 0)
+        if slope is None:
             return None
-        prompt = self.prompt_seconds(size, rests=depth == 0)
         if self.knows(size, depth):
-            seconds = self._expected(key, self._kinds[key].depths[depth], num_requests, 0)
-            return Line(seconds, slopes.rows, prompt)
+            return Line(self._kinds[key].seconds(depth, num_requests), slope, prompt)
         ratio = self._ratio(size, depth)
-        if ratio is None or not ratio:
-            return None
-        if depth and self.knows(size, 0):
-            plain = self.line(size, 0, num_requests)
-            return None if plain is None else Line(plain.seconds * ratio, slopes.rows, prompt)
-        for other, moments in self._kinds.get((size, False), Kind()).depths.items():
-            share = self._ratio(size, other)
-            if other and share:
-                seconds = self._expected((size, False), moments, num_requests, 0)
-                return Line(seconds * ratio / share, slopes.rows, prompt)
+        if ratio:
+            if depth and self.knows(size, 0):
+                return Line(self._kinds[Key(size, True, False)].seconds(0, num_requests) * ratio, slope, prompt)
+            for other in self._kinds.get(Key(size, False, False), Kind()).depths:
+                share = self._ratio(size, other)
+                if other and share:
+                    seconds = self._kinds[Key(size, False, False)].seconds(other, num_requests)
+                    return Line(seconds * ratio / share, slope, prompt)
+        reading = self._kinds.get(Key(size, depth == 0, True))  # a poor guess, but a trial will be worth it
+        if reading is not None and depth in reading.depths:
+            return Line(reading.seconds(depth, num_requests), slope, prompt)
         return None
 
     def prompt_seconds(self, size: int, *, rests: bool) -> float:
         """Of one more row of a prompt, that the drafter sees or not; 0 while nothing is known. Those that it does not
         see cannot be the dearer ones: where few rounds seem to say so, they were disturbed."""
-        kinds = (True, False) if rests else (False,)
-        slopes = [self._slopes.get((size, each)) or self._prior((size, each)) for each in kinds]
-        return min((each.prompt for each in slopes if each is not None), default=0.0)
+        slopes = [self._slope(Key(size, each, True)) for each in ((True, False) if rests else (False,))]
+        return min((each for each in slopes if each is not None), default=0.0)
 
     def _ratio(self, size: int, depth: int) -> float | None:
         """How many times as long as without drafts a round takes that makes so many, and judges none: with so many
         requests, or with the nearest number of them that is known."""
         if depth == 0:
             return 1.0
-        sizes = sorted({each for each, rests in self._kinds if rests}, key=lambda each: abs(each - size))
+        sizes = sorted({each.size for each in self._kinds}, key=lambda each: abs(each - size))
         for near in sizes:
             if not self.knows(near, 0):
                 continue
-            plain = self._kinds[near, True].depths[0]
-            alone = self._expected((near, True), plain, plain.rows, 0)
+            plain, drafting = self._kinds[Key(near, True, False)], self._kinds.get(Key(near, False, False), Kind())
+            rows = plain.depths[0].rows
             below, above = (0, 1.0), None
-            for other, moments in sorted(self._kinds.get((near, False), Kind()).depths.items()):
+            for other in sorted(drafting.depths):
                 if other == 0:
                     continue
-                point = (other, self._expected((near, False), moments, plain.rows, 0) / alone)
+                point = (other, drafting.seconds(other, rows) / plain.seconds(0, rows))
                 if other <= depth:
                     below = point
                 if other >= depth and above is None:
@@ -185,14 +174,18 @@ class Times:
                 return last if high == low else first + (last - first) * (depth - low) / (high - low)
         return None
 
-    def _expected(self, key: tuple[int, bool], moments: Moments, rows: float, prompt: float) -> float:
-        slopes = self._slopes[key]
-        seconds = moments.seconds + slopes.rows * (rows - moments.rows) + slopes.prompt * (prompt - moments.prompt)
-        return max(seconds, moments.seconds / LEAST)
+    def _slope(self, key: Key) -> float | None:
+        kind = self._kinds.get(key)
+        return kind.slope if kind is not None else self._prior(key)
 
-    def _prior(self, key: tuple[int, bool]) -> Slopes | None:
+    def _prior(self, key: Key) -> float | None:
         """What such rounds take for a row with another number of requests, or other rounds with the same."""
-        size, rests = key
-        near = [(abs(other - size), other) for other, kind in self._slopes if kind == rests and other != size]
-        near = [each for each in near if each[0] <= NEAR_SIZES]
-        return self._slopes[min(near)[1], rests] if near else self._slopes.get((size, not rests))
+        near = [
+            (abs(each.size - key.size), each)
+            for each in self._kinds
+            if each[1:] == key[1:] and 0 < abs(each.size - key.size) <= NEAR_SIZES
+        ]
+        if near:
+            return self._kinds[min(near)[1]].slope
+        others = (key._replace(rests=not key.rests), key._replace(reads=not key.reads))
+        return next((self._kinds[each].slope for each in others if each in self._kinds), None)

@@ -1,0 +1,85 @@
+"""The governor in the traffic of a server, in simulated time: many requests that come and go, with what rounds take on
+a GPU. It is compared with plain decoding and with every depth that is the same for all."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from simulated import LOOKAHEAD, Rate, Traffic
+
+from outrider.engine.governor import Governor
+from outrider.engine.policy import FixedDepth
+
+RATES: dict[str, Rate] = {
+    "mixed": lambda number, now: (0.9, 0.1)[number % 2],
+    "good": lambda number, now: 0.9,
+    "bad": lambda number, now: 0.1,
+    "never": lambda number, now: 0.0,
+    "changing": lambda number, now: (0.1, 0.9)[int(now / 6) % 2],
+}
+NUM_REQUESTS = {8: 64, 32: 256, 128: 512}
+
+
+class Plain(FixedDepth):
+    """No drafter: nothing follows a text."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def wants(self, num_requests: int) -> bool:
+        return False
+
+
+class NewcomersFirst(FixedDepth):
+    """Beside prompts it drafts as far as the governor may, and pauses where more prompts wait than a round can read:
+    that is not the governor's to decide."""
+
+    adaptive = True
+    depths = property(lambda self: Governor(LOOKAHEAD, 1).depths)  # type: ignore[assignment]
+
+
+def traffic(rates: str, clients: int) -> Traffic:
+    many = 2 if rates == "changing" else 1
+    return Traffic(clients, RATES[rates], many * NUM_REQUESTS[clients])
+
+
+@functools.cache
+def fixed(rates: str, clients: int, kind: type[FixedDepth]) -> list[float]:
+    """Tokens a second: plain, and with each depth."""
+    asked = traffic(rates, clients)
+    return [asked.run(Plain())[0], *(asked.run(kind(depth))[0] for depth in range(1, LOOKAHEAD + 1))]
+
+
+def adaptive(rates: str, clients: int, seed: int) -> float:
+    """After as many requests as there are clients."""
+    governor = Governor(LOOKAHEAD, clients + 1)
+    Traffic(clients, RATES[rates], clients).run(governor, seed=9)
+    return traffic(rates, clients).run(governor, seed=seed)[0]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("clients", "low"), [(8, 0.97), (32, 0.98), (128, 0.96)])
+def test_drafts_that_stand_for_some_and_not_for_others(clients: int, low: float, seed: int) -> None:
+    """Those whose drafts stand leave soon, so that often hardly one of them is there. That is no reason to stop: who
+    comes is good again. At eight clients no round can leave out anybody's rows; a fixed depth is the best there is."""
+    found, others = adaptive("mixed", clients, seed), fixed("mixed", clients, FixedDepth)
+    assert found > 1.02 * others[0]
+    assert found > low * max(others)
+
+
+@pytest.mark.parametrize("clients", [8, 32, 128])
+def test_drafts_that_stand_for_all(clients: int) -> None:
+    found, others = adaptive("good", clients, 0), fixed("good", clients, NewcomersFirst)
+    assert found > 0.97 * max(others)
+
+
+@pytest.mark.parametrize("rates", ["bad", "never"])
+@pytest.mark.parametrize("clients", [8, 32, 128])
+def test_drafts_that_stand_for_nobody(rates: str, clients: int) -> None:
+    assert adaptive(rates, clients, 0) > 0.98 * traffic(rates, clients).run(Plain())[0]
+
+
+@pytest.mark.parametrize("clients", [8, 32])
+def test_texts_that_change(clients: int) -> None:
+    assert adaptive("changing", clients, 0) > 0.98 * traffic("changing", clients).run(Plain())[0]
