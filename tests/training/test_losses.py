@@ -42,12 +42,20 @@ def listen(monkeypatch: pytest.MonkeyPatch, text: list[int]) -> list[list[tuple[
     """Whatever a drafter thinks, it says what the text says. What it thought: by round, (place, logits [V])."""
     rounds: list[list[tuple[int, Tensor]]] = []
 
-    def choose(logits: Tensor, sampling: Any, rows: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
+    def choose(
+        logits: Tensor,
+        sampling: Any,
+        rows: Tensor,
+        positions: Tensor,
+        ids: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         for place, row in zip(positions.tolist(), logits, strict=True):
             if not rounds or rounds[-1][-1][0] != place - 1:
                 rounds.append([])
             rounds[-1].append((place, row.clone()))
-        return torch.tensor([text[min(place, len(text) - 1)] for place in positions.tolist()])
+        said = torch.tensor([text[min(place, len(text) - 1)] for place in positions.tolist()])
+        return said if out is None else out.copy_(said)
 
     for module in (base, parallel, mtp):
         monkeypatch.setattr(module, "choose", choose)
