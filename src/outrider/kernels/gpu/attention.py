@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.gpu import launch
-from outrider.kernels.gpu.attention_parts import finish, put_together
+from outrider.kernels.gpu.attention_parts import finish, leave, put_together
 from outrider.kernels.gpu.attention_work import ANY, ITEM, Form, Keys, Span, work_for
 from outrider.kernels.gpu.page_bits import attend_words, in_float16, softmax_step
 
@@ -25,7 +25,7 @@ LOG2_E = 1.4426950408889634  # scores are kept in units of log 2: powers of two 
 
 
 @triton.jit
-def _attend_blocks(
+def attend_blocks(
     best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, high, part, parts,
     key_row, value_row, first_key, scale, softcap, PAGE: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
@@ -136,7 +136,6 @@ def _attend(
     if REST > 0:
         more = MAIN + tl.arange(0, REST)
         query_rest = tl.load(q_at + more[None, :], mask=inside[:, None] & (more < DIM)[None, :], other=0.0)
-    value_place = tl.arange(0, BLOCK_VALUE)
     best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_VALUE), dtype=tl.float32)
@@ -147,37 +146,32 @@ def _attend(
         full = tl.minimum(tl.cdiv(first_full, BLOCK_N), high)
         full_end = tl.maximum((tl.min(tl.where(inside, last, 2147483647)) + 1) // BLOCK_N, full)
         if full > low:
-            best, weight, total = _attend_blocks(
+            best, weight, total = attend_blocks(
                 best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, full,
                 part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, True, WINDOW, SOFTCAP, DIM,
                 MAIN, REST, VALUE, SAME, BLOCK_VALUE, BLOCK_N, IEEE,
             )  # fmt: skip
-        best, weight, total = _attend_blocks(
+        best, weight, total = attend_blocks(
             best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, full, full_end,
             part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, False, WINDOW, SOFTCAP, DIM, MAIN,
             REST, VALUE, SAME, BLOCK_VALUE, BLOCK_N, IEEE,
         )  # fmt: skip
         low = full_end
-    best, weight, total = _attend_blocks(
+    best, weight, total = attend_blocks(
         best, weight, total, query, query_rest, index, last, keys_at, values_at, table, begin, end, low, high,
         part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, True, WINDOW, SOFTCAP, DIM, MAIN, REST,
         VALUE, SAME, BLOCK_VALUE, BLOCK_N, IEEE,
     )  # fmt: skip
     if parts > 1:
-        at = ((first_part + part) * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-        tl.store(maxima + at, best)
-        tl.store(sums + at, weight)
-        fits = inside[:, None] & (value_place < VALUE)[None, :]
-        tl.store(partial + at[:, None] * VALUE + value_place[None, :], total, mask=fits)
-        tl.debug_barrier()  # all of this program's threads have written before it is counted
         counter_at = counters + counter * num_kv_heads + kv_head
-        if tl.atomic_add(counter_at, 1, sem="acq_rel") < parts - 1:
-            return  # another program finishes later, and puts all parts together
-        tl.store(counter_at, 0)
-        put_together(
-            maxima, sums, partial, sinks, out, first_part, parts, first_row, num_rows, block, kv_head, num_heads,
-            num_kv_heads, value_scale, GROUP, HAS_SINKS, VALUE, BLOCK_VALUE, BLOCK_M, LANES, WARPS,
-        )  # fmt: skip
+        if leave(
+            best, weight, total, maxima, sums, partial, counter_at, inside, first_part, part, parts, kv_head,
+            num_kv_heads, VALUE, BLOCK_VALUE, BLOCK_M,
+        ):  # fmt: skip
+            put_together(
+                maxima, sums, partial, sinks, out, first_part, parts, first_row, num_rows, block, kv_head, num_heads,
+                num_kv_heads, value_scale, GROUP, HAS_SINKS, VALUE, BLOCK_VALUE, BLOCK_M, LANES, WARPS,
+            )  # fmt: skip
     else:
         finish(
             best, weight, total, sinks, out, first_row, lane, kv_head, num_heads, inside, value_scale, GROUP, HAS_SINKS,
@@ -208,7 +202,7 @@ def paged_attention(
     group = num_heads // num_kv_heads
     main, rest = _split(dim)
     last_key, table = keys.last_key, keys.page_table
-    forms = _forms(keys, group, (dim, value_dim), q.element_size(), parts)
+    forms = forms_for(keys, group, (dim, value_dim), q.element_size(), parts)
     prompts = _prompt_attention(q.device) if forms[0].block_m == 128 else None
     if prompts is not None and prompts.fits(q, pages, keys):
         forms[0] = prompts.form(forms[0].rows, q.device)
@@ -251,7 +245,7 @@ def paged_attention(
     return out
 
 
-def _forms(keys: Keys, group: int, dims: tuple[int, int], num_bytes: int, parts: int | None) -> list[Form]:
+def forms_for(keys: Keys, group: int, dims: tuple[int, int], num_bytes: int, parts: int | None) -> list[Form]:
     """Rows of prompts use the device best in large blocks, in which a single token's row would have nearly all lanes
     empty: where some read prompts, others have a launch of their own."""
     lanes, dim = keys.max_rows * group, dims[0]

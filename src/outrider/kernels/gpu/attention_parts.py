@@ -26,6 +26,25 @@ def _plus_part(
 
 
 @triton.jit
+def leave(
+    best, weight, total, maxima, sums, partial, counter_at, inside, first_part, part, parts, kv_head, num_kv_heads,
+    VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """What a program has seen of its part, left for whoever is the last; whether that is itself."""
+    at = ((first_part + part) * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(maxima + at, best)
+    tl.store(sums + at, weight)
+    value_place = tl.arange(0, BLOCK_VALUE)
+    fits = inside[:, None] & (value_place < VALUE)[None, :]
+    tl.store(partial + at[:, None] * VALUE + value_place[None, :], total, mask=fits)
+    tl.debug_barrier()  # all of this program's threads have written before it is counted
+    is_last = tl.atomic_add(counter_at, 1, sem="acq_rel") == parts - 1
+    if is_last:
+        tl.store(counter_at, 0)
+    return is_last
+
+
+@triton.jit
 def finish(
     best, weight, total, sinks, out, first_row, lane, kv_head, num_heads, inside, value_scale,
     GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr,

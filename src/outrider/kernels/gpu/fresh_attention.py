@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.gpu import launch
-from outrider.kernels.gpu.attention import LOG2_E, _attend_blocks, _forms
-from outrider.kernels.gpu.attention_parts import finish, put_together
+from outrider.kernels.gpu.attention import LOG2_E, attend_blocks, forms_for
+from outrider.kernels.gpu.attention_parts import finish, leave, put_together
 from outrider.kernels.gpu.attention_work import ITEM, Keys, work_for
-from outrider.kernels.gpu.rope import _stored
+from outrider.kernels.gpu.rope import in_page
 from outrider.kernels.rope import HeadNorms, PageScales
 
 ENABLED = False  # it has not been timed on a GPU yet
@@ -97,14 +97,14 @@ def _attend_fresh(
     value = tl.load(v + row * v_row + kv_head * v_head + value_place[None, :], mask=value_fits, other=0.0)
     keys_at, values_at = k_pages + kv_head * key_head, v_pages + kv_head * value_head
     table = page_table + request * table_row
-    best, weight, total = _attend_blocks(
+    best, weight, total = attend_blocks(
         best, weight, total, query, query, index, index - 1, keys_at, values_at, table, begin, newest, low, high,
         part, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, True, WINDOW, SOFTCAP, DIM, DIM, 0,
         VALUE, False, BLOCK_VALUE, BLOCK_N, IEEE,
     )  # fmt: skip
     if part == 0:
-        stored_key = _stored(key, key_inverse, k_pages.dtype.element_ty)
-        stored_value = _stored(value, value_inverse, v_pages.dtype.element_ty)
+        stored_key = in_page(key, key_inverse, k_pages.dtype.element_ty)
+        stored_value = in_page(value, value_inverse, v_pages.dtype.element_ty)
         page_at = tl.load(locations + row)
         tl.store(k_pages + page_at * key_row + kv_head * key_head + place, stored_key, mask=block + place * 0 == 0)
         value_at = v_pages + page_at * value_row + kv_head * value_head + value_place[None, :]
@@ -119,20 +119,15 @@ def _attend_fresh(
         best, weight = better, weight * shrink + share
         total = total * shrink[:, None] + share[:, None] * stored_value.to(tl.float32)
     if parts > 1:
-        at = ((first_part + part) * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-        tl.store(maxima + at, best)
-        tl.store(sums + at, weight)
-        fits = inside[:, None] & (value_place < VALUE)[None, :]
-        tl.store(partial + at[:, None] * VALUE + value_place[None, :], total, mask=fits)
-        tl.debug_barrier()  # all of this program's threads have written before it is counted
         counter_at = counters + counter * num_kv_heads + kv_head
-        if tl.atomic_add(counter_at, 1, sem="acq_rel") < parts - 1:
-            return  # another program finishes later, and puts all parts together
-        tl.store(counter_at, 0)
-        put_together(
-            maxima, sums, partial, sinks, out, first_part, parts, first_row, 1, block, kv_head, num_heads,
-            num_kv_heads, value_scale, GROUP, HAS_SINKS, VALUE, BLOCK_VALUE, BLOCK_M, LANES, WARPS,
-        )  # fmt: skip
+        if leave(
+            best, weight, total, maxima, sums, partial, counter_at, inside, first_part, part, parts, kv_head,
+            num_kv_heads, VALUE, BLOCK_VALUE, BLOCK_M,
+        ):  # fmt: skip
+            put_together(
+                maxima, sums, partial, sinks, out, first_part, parts, first_row, 1, block, kv_head, num_heads,
+                num_kv_heads, value_scale, GROUP, HAS_SINKS, VALUE, BLOCK_VALUE, BLOCK_M, LANES, WARPS,
+            )  # fmt: skip
     else:
         finish(
             best, weight, total, sinks, out, first_row, lane, kv_head, num_heads, inside, value_scale, GROUP, HAS_SINKS,
@@ -185,7 +180,7 @@ def attend_fresh(
     if not num_rows:
         return out
     group, table = num_heads // num_kv_heads, keys.page_table
-    (form,) = _forms(keys, group, (dim, value_dim), q.element_size(), None)
+    (form,) = forms_for(keys, group, (dim, value_dim), q.element_size(), None)
     work, is_new = work_for(keys, group, num_kv_heads, form, window, None)
     early = not is_new and launch.early(q)
     places = len(work.items) * num_kv_heads * form.block_m

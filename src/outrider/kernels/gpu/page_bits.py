@@ -89,7 +89,7 @@ def attend_words(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     VALUE: tl.constexpr, SAME: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """As attention._attend_blocks. Keys that do not exist are others that do, which nobody sees there: masks would be
+    """As attention.attend_blocks. Keys that do not exist are others that do, which nobody sees there: masks would be
     as many instructions as copies are."""
     BLOCK_M: tl.constexpr = query.shape[0]
     place, value_place = tl.arange(0, MAIN // 2), tl.arange(0, BLOCK_VALUE // 2)

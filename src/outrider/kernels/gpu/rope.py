@@ -19,7 +19,7 @@ MANY_ROWS, MANY_HEADS = 64, 8  # of a prompt: a program for every head of every 
 
 
 @triton.jit
-def _stored(value, inverse, dtype: tl.constexpr):
+def in_page(value, inverse, dtype: tl.constexpr):
     """As pages of this type hold it: in 8 bits the largest number stands for what is larger. inverse: of the scale.
     What is no number is stored as 0: a page may become somebody else's, who gives no weight to rows that are not yet
     their own, but nothing times infinity is not nothing."""
@@ -58,7 +58,7 @@ def _rope_write(
             value *= tl.load(v_weight + place, mask=place < value_dim, other=0.0).to(tl.float32) + v_offset
             value = value.to(kind)
         at = tl.load(locations + row) * value_row + head * value_head
-        tl.store(v_pages + at + place, _stored(value, value_inverse, v_pages.dtype.element_ty), mask=fits)
+        tl.store(v_pages + at + place, in_page(value, value_inverse, v_pages.dtype.element_ty), mask=fits)
         return
     turning = tl.arange(0, BLOCK_HALF)
     rest = 2 * half + tl.arange(0, BLOCK_REST)
@@ -101,9 +101,9 @@ def _rope_write(
         stored: tl.constexpr = k_pages.dtype.element_ty
         # a name of its own: what it points to may be of another type
         page_at = k_pages + tl.load(locations + row) * key_row + head * key_head
-        tl.store(page_at + turning[None, :], _stored(first, key_inverse, stored), mask=turns)
-        tl.store(page_at + half + turning[None, :], _stored(second, key_inverse, stored), mask=turns)
-        tl.store(page_at + rest[None, :], _stored(third.to(kind), key_inverse, stored), mask=stays)
+        tl.store(page_at + turning[None, :], in_page(first, key_inverse, stored), mask=turns)
+        tl.store(page_at + half + turning[None, :], in_page(second, key_inverse, stored), mask=turns)
+        tl.store(page_at + rest[None, :], in_page(third.to(kind), key_inverse, stored), mask=stays)
 
 
 @triton.jit
