@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -57,6 +58,13 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def roomy_folder(num_bytes: float) -> Path:
+    """In memory where there is room for it."""
+    memory = Path("/dev/shm")
+    room = shutil.disk_usage(memory).free if memory.is_dir() else 0
+    return Path(tempfile.mkdtemp(dir=memory if room > num_bytes else None))
 
 
 def smoke_shape(**changes: object) -> str:

@@ -17,7 +17,6 @@ import random
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import SMOKE, attempt, say, smoke_shape
+from common import SMOKE, attempt, roomy_folder, say, smoke_shape
 from random_model import write_pair
 
 SHAPE = smoke_shape() if SMOKE else "llama-3.1-8b"
@@ -186,9 +185,7 @@ def main() -> None:
     levels = [Level(f"{each} at a time", each, counts.get(each, 4 * each)) for each in given.levels] * given.runs
     levels.append(Level("top_p", given.levels[1], 8 if SMOKE else 192, options=("-t", "0.8", "--top-p", "0.9")))
     levels.append(Level("long prompts", 2 if SMOKE else 16, 4 if SMOKE else 48, "long"))
-    memory = Path("/dev/shm")
-    has_room = memory.is_dir() and shutil.disk_usage(memory).free > 25e9
-    folder = Path(tempfile.mkdtemp(dir=memory if has_room else None))
+    folder = roomy_folder(1e8 if SMOKE else 25e9)
     all_of_them: list[Server] = []
     results = []
     try:

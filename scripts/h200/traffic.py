@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from common import SMOKE, attempt, free_memory, say, smoke_shape, verdict
+from common import SMOKE, attempt, free_memory, roomy_folder, say, smoke_shape, verdict
 from random_model import write_pair
 from torch import Tensor
 
@@ -344,13 +344,6 @@ def round_cost() -> None:
 
 
 # servers
-
-
-def roomy_folder(num_bytes: float) -> Path:
-    """In memory where there is room for it."""
-    memory = Path("/dev/shm")
-    room = shutil.disk_usage(memory).free if memory.is_dir() else 0
-    return Path(tempfile.mkdtemp(dir=memory if room > num_bytes else None))
 
 
 def http() -> None:

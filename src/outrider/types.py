@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+ATTENTION_WORK = "attention work"  # what names in Batch.memo begin with that say how attention's work is shared out
 NULL_PAGE = 0  # a page nobody owns: rows that must not be remembered are written there
 
 

@@ -21,7 +21,7 @@ from outrider import LLM, SamplingParams
 from outrider.engine.governor import Governor, depths_up_to
 from outrider.engine.policy import FixedDepth, Judged, Landed
 from outrider.engine.survival import Survival
-from outrider.engine.times import Times
+from outrider.engine.times import Times, size_of
 from outrider.llm import total_speculation
 from outrider.pair import DEFAULT_DIRECTORY
 from outrider.types import Draft
@@ -313,3 +313,22 @@ def test_an_engine_adapts() -> None:
         assert isinstance(llm.engine.drafting.policy, FixedDepth)
     with pytest.raises(ValueError, match="adaptive must be true or false"):
         LLM(None, {"method": "ngram", "adaptive": 1})
+
+
+def test_rounds_with_prompts_say_nothing_of_those_without() -> None:
+    """Beside a prompt a row takes as long as it takes to compute, in other rounds hardly anything: an H200's times of
+    an 8B, in milliseconds. A line through both would say that rounds without prompts take half of what they do."""
+    times = Times()
+    size = size_of(32)
+    for number in range(60):
+        for rows, milliseconds in ((256, 8.0), (512, 12.0), (1024, 22.0)):
+            times.add(size, 0, (32, rows), milliseconds / 1e3, rests=True)
+        if number % 10 == 0:
+            times.add(size, 0, (32, 0), 5.57e-3, rests=True)
+    line = times.line(size, 0, 32)
+    assert line is not None
+    assert line.seconds == pytest.approx(5.57e-3, rel=0.03)
+    more = times.line(size, 0, 31)  # with a request less
+    assert more is not None
+    assert more.seconds == pytest.approx(5.5e-3, rel=0.05)
+    assert times.prompt_seconds(size, rests=True) == pytest.approx(18e-6, rel=0.15)

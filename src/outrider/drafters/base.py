@@ -20,7 +20,19 @@ from outrider.kernels.round import Catching, extension_rows, shift_taps
 from outrider.kernels.sampling import choose
 from outrider.models.base import Target
 from outrider.registry import Registry
-from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Recurrence, Resolved, Step, Verdict, Weight
+from outrider.types import (
+    ATTENTION_WORK,
+    NULL_PAGE,
+    Batch,
+    Checkpoint,
+    Draft,
+    Hidden,
+    Recurrence,
+    Resolved,
+    Step,
+    Verdict,
+    Weight,
+)
 
 drafters: Registry[type[Drafter]] = Registry("speculative method", "outrider.drafters")
 LAST_ROWS = "single rows"  # in a pass's memo: those that were made last
@@ -235,7 +247,7 @@ def single_rows(step: Step, ahead: int, tokens: Tensor, first_key: int = 0, lag:
 
 
 def _is_work(name: object) -> bool:
-    return isinstance(name, tuple) and name[0] == "attention work"  # kernels/gpu/attention_work.py
+    return isinstance(name, tuple) and name[0] == ATTENTION_WORK
 
 
 def chain_rows(step: Step, first_key: int = 0, lag: int = 0) -> Batch:

@@ -204,11 +204,10 @@ class Engine:
             self._finish(flight)
         return flight
 
-    def _finish(self, flight: Flight) -> bool:
-        """Sends the rest of a round to the device; false where nothing is left. Whatever its grammars wait for has
-        landed."""
+    def _finish(self, flight: Flight) -> None:
+        """Sends the rest of a round to the device, if something is left. Whatever its grammars wait for has landed."""
         if flight.parts is None:
-            return False
+            return
         parts, plan, flight.parts = flight.parts, flight.plan, None
         said = guidance_of(plan, flight.shape, 1 + max(self.lookahead, flight.shape.max_drafts))
         if self.orders is not None:
@@ -220,7 +219,6 @@ class Engine:
         flight.left = parts, said
         if not self._is_staged:
             flight.end(self.parts)
-        return True
 
     def _hear(self, flight: Flight) -> None:
         """In stages, the last one does the rest of a round, and tells: all others hear of it when it lands."""

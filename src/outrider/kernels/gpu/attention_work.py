@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.gpu import launch
+from outrider.types import ATTENTION_WORK
 
 WANTED_PROGRAMS = 264  # enough to keep every multiprocessor busy
 LEAST_KEYS = 128  # that are worth a program of their own
@@ -118,7 +119,7 @@ def work_for(
 ) -> tuple[WorkList, bool]:
     """The list for rows and layers like these, made once for a pass; and whether it was made just now."""
     shape = (form.block_m, form.rows, form.num_programs)
-    name = ("attention work", group, num_kv_heads, shape, window, parts, keys.last_key is None)
+    name = (ATTENTION_WORK, group, num_kv_heads, shape, window, parts, keys.last_key is None)
     is_new = name not in keys.memo
     if is_new:
         keys.memo[name] = _list(keys, group, num_kv_heads, form, window, parts)
