@@ -239,7 +239,11 @@ class Engine:
         if self.graphs is not None and self._is_recordable(plan):
             fitted = self.graphs.fitted(plan, shape)
             if fitted is not None:
-                return self.graphs.round(plan, fitted), fitted
+                known = self.graphs.record_seconds
+                recorded = self.graphs.round(plan, fitted)
+                if self.graphs.record_seconds > known:
+                    self.stopwatch.disturb()
+                return recorded, fitted
         return self.parts.of(self.runner.pack(plan, shape)), shape
 
     def _is_recordable(self, plan: Sequence[Work]) -> bool:

@@ -174,11 +174,11 @@ class Governor:
     # after a round
 
     def note(self, landed: Landed) -> None:
-        if landed.seconds <= 0:
-            return
         self._survival.add(landed.judged)
         if landed.num_wanted:
             self._made += (min(landed.num_made / landed.num_wanted, 1.0) - self._made) / MADE_WINDOW
+        if landed.seconds <= 0:
+            return
         keep = 1 - 1 / PROMPT_WINDOW
         self._num_prompt_rows = self._num_prompt_rows * keep + landed.num_other_rows
         self._num_tokens = self._num_tokens * keep + landed.num_tokens

@@ -232,7 +232,9 @@ class Graphs:
         for key in filter(None, keys):
             found, generation = self._recordings.get(key), self._runner.options.generation
             if found is None or (key.flags.adjusted and found.generation != generation):
+                begin = time.perf_counter()
                 self._recordings[key] = self._record(key)
+                self.record_seconds += time.perf_counter() - begin
 
     def _run(self, key: GraphKey) -> Tensor | None:
         runner, buffers, shape = self._runner, self.buffers, key.shape
@@ -265,7 +267,6 @@ class Graphs:
         """Of every kind of part one is run first, with nobody seated, so that nothing changes: what is made only once
         must not be made while that is recorded. The others are recorded as they are; kernels are compiled and loaded on
         the way."""
-        begin = time.perf_counter()
         self._clear(key.shape)
         kind = (key.part, key.flags, key.shape.depth, key.shape.rests)
         if kind not in self._begun:
@@ -275,7 +276,6 @@ class Graphs:
         with self._capturing(graph):
             outcomes = self._run(key)
         self._pool = self._pool or graph.pool()
-        self.record_seconds += time.perf_counter() - begin
         return Recording(graph, outcomes, self._runner.options.generation)
 
     @contextmanager

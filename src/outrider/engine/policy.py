@@ -47,7 +47,7 @@ class Landed:
     num_tokens: int  # that it brought
     num_made: int  # tokens that were drafted, of all requests that could have had `depth` of them
     num_wanted: int  # how many that would have been: a text may suggest nothing
-    seconds: float  # that it kept everybody waiting
+    seconds: float  # that it kept everybody waiting; 0: that is not known
     judged: list[Judged] = field(default_factory=list)
 
 
