@@ -13,10 +13,11 @@ from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.compatibility.llm import PROMPT
 from outrider.config import EngineConfig
 from outrider.engine.engine import Engine
-from outrider.engine.request import Request, TextStream
+from outrider.engine.request import Request
 from outrider.grammar.guide import Guide
 from outrider.prompts import Prompt, Prompts, salted
 from outrider.sampling_params import SamplingParams
+from outrider.text_stream import TextStream
 from outrider.types import Images, Prediction
 from outrider.vision import VisionTower, prompt_with_images, vision_of
 

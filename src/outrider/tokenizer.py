@@ -45,6 +45,7 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._texts: dict[int, str] = {}  # of tokens, as far as somebody has asked
+        self._bytes: dict[int, bytes] = {}  # the same
         self._special_tokens = dict(special_tokens or {})  # "bos_token" -> "<s>", as templates see them
         self._chat = ChatTemplates(templates or {}, self._special_tokens, origin)
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -125,6 +126,12 @@ class Tokenizer:
 
     def token_bytes(self, id: int) -> bytes:
         """What one token adds to the text, as bytes: a token may be part of a character."""
+        known = self._bytes.get(id)
+        if known is None:
+            known = self._bytes[id] = self._spelt(id)
+        return known
+
+    def _spelt(self, id: int) -> bytes:
         token = self._backend.id_to_token(id)
         if token is None:
             return b""

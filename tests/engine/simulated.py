@@ -21,7 +21,6 @@ from outrider.engine.graphs import NUM_ROWS, Graphs
 from outrider.engine.pages import PagePool
 from outrider.engine.policy import DepthPolicy, Judged, judged_of
 from outrider.engine.request import Request, Work
-from outrider.engine.runner import exact_shape
 from outrider.engine.scheduler import Scheduler, SchedulerLimits
 from outrider.sampling_params import SamplingParams
 from outrider.types import Outcome, RoundShape
@@ -140,7 +139,7 @@ class SimulatedEngine:
             self.drafting.plan_rest(plan)
         else:
             self.drafting.catch_up([work.request for work in plan])
-        shape = self.graphs.fitted(plan, exact_shape(plan, depth, rests=rests))
+        shape = self.graphs.fitted(plan, depth, rests=rests)
         assert shape is not None
         read = sum(work.pending for work in plan if not work.is_round)
         for work in plan:

@@ -99,7 +99,7 @@ def _break_commit_of(llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int) -> No
     honest = Request.remaining
 
     def remaining(request: Request, max_model_len: int) -> int:
-        if request.seed == seed and request.num_outputs > len(request.text_ends) >= 3:
+        if request.seed == seed and request.num_outputs > len(request.draft_positions) >= 3:
             raise RuntimeError("secret detail")
         return honest(request, max_model_len)
 

@@ -197,7 +197,7 @@ class Engine:
             self.drafting.plan_rest(work)
         else:
             self.drafting.catch_up([each.request for each in work])
-        parts, shape = self._parts(work, exact_shape(work, depth, rests=rests))
+        parts, shape = self._parts(work, depth, rests=rests)
         parts.forward()
         flight = Flight(work, shape, begin, parts)
         if not any(_waits_for_outcome(each.request) for each in work):
@@ -234,16 +234,17 @@ class Engine:
             self.orders.logits(states)
         return self.parts.logits_of(states)
 
-    def _parts(self, plan: Sequence[Work], shape: RoundShape) -> tuple[RoundParts, RoundShape]:
+    def _parts(self, plan: Sequence[Work], depth: int, *, rests: bool) -> tuple[RoundParts, RoundShape]:
         """How a round is done: from recordings where it can be, step by step otherwise; and its sizes then."""
         if self.graphs is not None and self._is_recordable(plan):
-            fitted = self.graphs.fitted(plan, shape)
+            fitted = self.graphs.fitted(plan, depth, rests=rests)
             if fitted is not None:
                 known = self.graphs.record_seconds
                 recorded = self.graphs.round(plan, fitted)
                 if self.graphs.record_seconds > known:
                     self.stopwatch.disturb()
                 return recorded, fitted
+        shape = exact_shape(plan, depth, rests=rests)
         return self.parts.of(self.runner.pack(plan, shape)), shape
 
     def _is_recordable(self, plan: Sequence[Work]) -> bool:
@@ -300,8 +301,8 @@ class Engine:
             self.drafting.policy.admit(request.slot)
         places = []
         for request in (work.request for work in plan.work):
-            new = enumerate(request.pages[request.num_placed :], start=request.num_placed)
-            places += [(request.slot, place, page) for place, page in new]
+            for place in range(request.num_placed, len(request.pages)):
+                places.append((request.slot, place, request.pages[place]))
             request.num_placed = len(request.pages)
         placing = Placing(admitted, places, plan.wanted)
         if self.orders is not None:

@@ -97,18 +97,18 @@ class Graphs:
         self.num_launched = 0
         self.record_seconds = 0.0  # spent on recording, and on compiling kernels for it
 
-    def fitted(self, plan: Sequence[Work], shape: RoundShape) -> RoundShape | None:
+    def fitted(self, plan: Sequence[Work], depth: int, *, rests: bool) -> RoundShape | None:
         """The sizes that such a round is recorded for, None if it is too large. No more drafts
         are judged than the round makes itself; beside prompts those are of one length, or there are none."""
         decoding = all(work.is_round for work in plan)
-        depth = shape.depth if decoding else min(shape.depth, 1) * self._reading_depth
+        depth = depth if decoding else min(depth, 1) * self._reading_depth
         num_seats = self._at_least(len(plan), seat_sizes(depth) if decoding else FEW_SEATS)
         wanted = max(sum(work.pending + min(work.allowed, depth) for work in plan), 1)
         if decoding:
             rows = next(size for size in rows_between(num_seats, depth) if size >= wanted)
-            return self._decoding(num_seats, rows, depth, rests=shape.rests)
+            return self._decoding(num_seats, rows, depth, rests=rests)
         larger = [size for size in NUM_ROWS if size >= wanted]
-        return self._reading(num_seats, larger[0], depth, rests=shape.rests) if larger else None
+        return self._reading(num_seats, larger[0], depth, rests=rests) if larger else None
 
     @property
     def _reading_depth(self) -> int:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 from typing import Any
 
-from outrider.detokenizer import Detokenizer, StopChecker
 from outrider.engine.snapshot_pool import Marks
 from outrider.engine.watchdog import RequestHealth
 from outrider.grammar.guide import Guide
 from outrider.outputs import CompletionOutput, Logprob
 from outrider.sampling_params import SamplingParams, Speculation
-from outrider.tokenizer import Tokenizer
+from outrider.text_stream import TextStream
 from outrider.types import Images, Prediction
 
 CLOSED = "max_tokens"  # why an answer stopped that had no more room, and was closed
@@ -24,36 +23,6 @@ class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-class TextStream:
-    """Tokens in, text out: settles characters, watches for stop strings."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(
-            tokenizer,
-            skip_special_tokens=params.skip_special_tokens,
-            shown_ids=params.shown_special_ids,
-            prompt_ids=prompt,
-        )
-        self._stops = StopChecker(list(params.stop_strings), include_stop=params.include_stop_str_in_output)
-        self.text = ""
-
-    def add(self, token: int, *, may_stop: bool) -> str | None:
-        """The stop string that this token completes, if any."""
-        piece = self._detokenizer.add(token)
-        if not may_stop:  # under min_tokens a stop string is ordinary text, and so is what may have begun one
-            self.text += self._stops.finish() + piece
-            return None
-        shown, stop = self._stops.add(piece)
-        self.text += shown
-        return stop
-
-    def finish(self) -> None:
-        shown, stop = self._stops.add(self._detokenizer.finish())
-        self.text += shown
-        if stop is None:
-            self.text += self._stops.finish()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -106,15 +75,14 @@ class Request(Residence):
     standing: RequestHealth = field(default_factory=RequestHealth)  # with the watchdog
     # what came out
     draft_positions: list[int] = field(default_factory=list)  # of each output: its place in the draft, 0: no draft's
-    text_ends: list[int] = field(default_factory=list)  # of each output: length of the text once it was added
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     trace: list[dict[str, Any]] = field(default_factory=list)
     rounds: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
+    judged: list[int] = field(default_factory=list)  # rounds by how many tokens of a draft were judged in them
+    accepted: list[int] = field(default_factory=list)  # and by how many stood
     num_predicted: int = 0  # draft tokens from the prediction
     num_predicted_accepted: int = 0
     ends_in_draft: bool = False  # its last token is a draft's
@@ -134,6 +102,11 @@ class Request(Residence):
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def text_ends(self) -> list[int]:
+        """Of each output: length of the text once it was added."""
+        return self.text.ends if self.text is not None else [0] * self.num_outputs
 
     @property
     def named_tokens(self) -> list[int]:
@@ -161,13 +134,23 @@ class Request(Residence):
         return self.status is Status.FINISHED
 
     @property
+    def drafted_at(self) -> tuple[int, ...]:
+        """By place in a draft: rounds in which a token there was judged."""
+        return _at_least(self.judged)
+
+    @property
+    def accepted_at(self) -> tuple[int, ...]:
+        """The same: rounds in which it stood."""
+        return _at_least(self.accepted)
+
+    @property
     def speculation(self) -> Speculation:
         return Speculation(
             rounds=self.rounds,
             drafted=sum(self.drafted_at),
             accepted=sum(self.accepted_at),
-            drafted_at=tuple(self.drafted_at),
-            accepted_at=tuple(self.accepted_at),
+            drafted_at=self.drafted_at,
+            accepted_at=self.accepted_at,
             predicted=self.num_predicted,
             accepted_predicted=self.num_predicted_accepted,
             ended=int(self.ends_in_draft),
@@ -185,37 +168,33 @@ class Request(Residence):
 
     def append(self, token: int, max_model_len: int, draft_position: int = 0) -> None:
         """Commits one token and decides whether the request ends with it."""
+        params = self.params
         fits = self.error is None and (self.guide is None or self.guide.accept(token))
         self.tokens.append(token)
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
-        self.draft_positions.append(draft_position)
-        may_stop = self.num_outputs >= self.params.min_tokens
-        stop = self._add_text(token, may_stop)
+        may_stop = not params.min_tokens or self.num_outputs >= params.min_tokens
+        ends = may_stop and (token in self.end_ids or token in params.stop_token_ids)
+        stop = None
+        if self.text is not None:
+            # One that ends the answer is like a stop string itself: it is part of the text only where that was asked
+            # for, and what was held back before it comes first.
+            shown = token if params.include_stop_str_in_output or not ends else None
+            stop = self.text.add(shown, may_stop=may_stop and not ends)
         if not fits:  # no mask allows it: the target's logits were no numbers
             self.error = self.error or f"token {token} is against the grammar"
             self.finish("error")
-        elif may_stop and token in self.end_ids:
+        elif ends and token in self.end_ids:
             self.finish("stop")
             if self.guide is not None and self.guide.is_closing:
                 self.stop_reason = CLOSED
-        elif may_stop and token in self.params.stop_token_ids:
+        elif ends:
             self.finish("stop", token)
         elif stop is not None:
             self.finish("stop", stop)
         elif self.remaining(max_model_len) <= 0:
             self.finish("length")
-        self.text_ends.append(len(self.text.text) if self.text is not None else 0)
-
-    def _add_text(self, token: int, may_stop: bool) -> str | None:
-        """The stop string that a token completes. One that ends the answer is like a stop string itself: it is part
-        of the text only where that was asked for, and what was held back before it comes first."""
-        if self.text is None:
-            return None
-        ends = may_stop and (token in self.end_ids or token in self.params.stop_token_ids)
-        if ends and not self.params.include_stop_str_in_output:
-            return None
-        return self.text.add(token, may_stop=may_stop and not ends)
+        self.draft_positions.append(draft_position)  # the last: a token of which this is missing was not taken whole
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.status, self.ended_at = Status.FINISHED, time.monotonic()
@@ -243,15 +222,20 @@ class Request(Residence):
         """A round that brought `taken` tokens."""
         self.rounds += 1
         self.ends_in_draft = taken == accepted
-        missing = num_drafts - len(self.drafted_at)
-        self.drafted_at += [0] * missing
-        self.accepted_at += [0] * missing
-        for position in range(num_drafts):
-            self.drafted_at[position] += 1
-            self.accepted_at[position] += position < accepted
+        missing = 1 + num_drafts - len(self.judged)
+        if missing > 0:
+            self.judged += [0] * missing
+            self.accepted += [0] * missing
+        self.judged[num_drafts] += 1
+        self.accepted[accepted] += 1
         if self.draft_is_predicted:
             self.num_predicted += num_drafts
             self.num_predicted_accepted += accepted
+
+
+def _at_least(counts: list[int]) -> tuple[int, ...]:
+    """Of rounds by a number: how many of them had at least 1, 2, ..."""
+    return tuple(accumulate(reversed(counts[1:])))[::-1]
 
 
 @dataclass(eq=False)

@@ -126,10 +126,12 @@ class Scheduler:
         plan: list[Work] = []
         admitted: list[Request] = []
         most = self._group_size
-        active = [request for request in self._in_turn if not self._surely_ends(request)]
-        reading = [request for request in active if _is_reading(request)]
-        decoding = [request for request in active if not _is_reading(request)]
-        num_left, self._figures_left = len(active), MAX_FIGURES
+        reading: list[Request] = []
+        decoding: list[Request] = []
+        for request in self._in_turn:
+            if not self._surely_ends(request):
+                (reading if _is_reading(request) else decoding).append(request)
+        num_left, self._figures_left = len(reading) + len(decoding), MAX_FIGURES
         for group in (decoding, reading):
             if group is reading and plan:
                 unread = sum(_num_unread(request) for request in [*reading, *self.next_in_line])
@@ -189,20 +191,20 @@ class Scheduler:
 
     def _surely_ends(self, request: Request) -> bool:
         """Whether rounds under way bring its last token, whatever they bring: each brings one at least."""
-        return request.remaining(self.limits.max_model_len) <= sum(work.emits for work in request.flying)
+        return request.remaining(self.limits.max_model_len) <= _under_way(request)[0]
 
     def _work(self, request: Request, budget: int, depth: int, num_left: int) -> Work:
         """Of its draft only its share, so that the `num_left` requests from this one on can all move: some drafts are
         longer than the drafter's. While a round is under way that brings it a token, how far it has come is known to
         the device alone."""
-        flying, remaining = request.flying, request.remaining(self.limits.max_model_len)
-        start = request.num_computed + sum(work.num_rows for work in flying)  # at most
-        if any(work.emits for work in flying):
-            pending, waiting = 1, flying[-1].depth
-            remaining -= sum(work.emits for work in flying)
+        num_emitting, num_flying = _under_way(request)
+        remaining = request.remaining(self.limits.max_model_len) - num_emitting
+        start = request.num_computed + num_flying  # at most
+        if num_emitting:
+            pending, waiting = 1, request.flying[-1].depth
         else:
             pending = len(request.tokens) - start
-            waiting = request.num_drafts if pending == 1 and not flying else 0
+            waiting = request.num_drafts if pending == 1 and not num_flying else 0
         wish = request.most_drafts(predicted=request.draft_is_predicted)
         waiting = waiting if wish is None else min(waiting, wish)
         if request.most_judged is not None and not request.draft_is_predicted:
@@ -224,7 +226,9 @@ class Scheduler:
         """Pages for the rows and the draft that follows, taking them from younger requests if it must and may. Rows
         that lie beyond the request's end, whose round was planned before that was known, have no page."""
         while True:
-            missing = self._pages_for(min(work.end, self._final_len(request))) - len(request.pages)
+            missing = self._pages_for(work.end) - len(request.pages)
+            if missing > 0:
+                missing = self._pages_for(min(work.end, self._final_len(request))) - len(request.pages)
             pages = self.pool.allocate(missing) if missing > 0 else []
             if pages is not None:
                 request.pages += pages
@@ -388,6 +392,14 @@ def _is_reading(request: Request) -> bool:
 
 def _num_unread(request: Request) -> int:
     """Known tokens that no round has run, nor is running."""
-    if any(work.emits for work in request.flying):
-        return 0
-    return len(request.tokens) - request.num_computed - sum(work.num_rows for work in request.flying)
+    num_emitting, num_flying = _under_way(request)
+    return 0 if num_emitting else len(request.tokens) - request.num_computed - num_flying
+
+
+def _under_way(request: Request) -> tuple[int, int]:
+    """Tokens that rounds under way bring it at least, and rows that it has in them at most."""
+    num_emitting = num_rows = 0
+    for work in request.flying:
+        num_emitting += work.emits
+        num_rows += work.pending + work.allowed
+    return num_emitting, num_rows

@@ -185,17 +185,19 @@ class Watchdog:
     # all of them
 
     def _judge_engine(self) -> None:
-        fields = {"accepted": round(self.average.accepted, 3), "share": round(self.average.share, 3)}
         if not self.is_dead and self.average.accepted < self.settings.dead_acceptance:
             self.is_dead = True
-            self._log("acceptance_dead", fields, is_alarm=True)
+            self._log("acceptance_dead", self._figures(), is_alarm=True)
         elif self.is_dead and self._lives(self.average):
             self.is_dead = False
-            self._log("acceptance_alive", fields)
+            self._log("acceptance_alive", self._figures())
         suspicious = self.average.share >= self.settings.suspicious_share
         if suspicious and not self.is_suspicious:
-            self._tell_suspicion("all", fields)
+            self._tell_suspicion("all", self._figures())
         self.is_suspicious = suspicious
+
+    def _figures(self) -> dict[str, Any]:
+        return {"accepted": round(self.average.accepted, 3), "share": round(self.average.share, 3)}
 
     def _lives(self, average: Average) -> bool:
         return average.accepted >= ALIVE * self.settings.dead_acceptance
