@@ -12,7 +12,7 @@ LAYERS = [
     {"startup", "commands", "overload", "lanes", "processes"},
     {"compatibility"},
     {"types", "config", "extras", "registry", "sampling_params", "outputs", "threads", "host_memory"},
-    {"template", "chat_template", "tokenizer", "detokenizer", "inputs", "prompts", "generation_config"},
+    {"template", "chat_template", "tokenizer", "detokenizer", "text_stream", "inputs", "prompts", "generation_config"},
     {"grammar"},
     {"kernels"},
     {"layers"},
