@@ -2,9 +2,10 @@
 
 python scripts/measure_drafters.py TARGET PROMPTS.jsonl ... --draft DIR [--draft NAME=DIR ...] --out FOLDER [-k 7]
 - accept: tokens a round with K drafts, by prompt file and temperature
-- speed: tokens a second at every batch size, adaptive, greedy, all sides in turn in one process: plain, every drafter
-  (efficiency: of the tokens that a round brings, the share that is won in time), and other engines (--against
-  transformers-compiled,transformers-lookup; what is not installed is named and left out)
+- speed: tokens a second with so many requests at a time, adaptive, greedy, all sides in turn in one process: plain,
+  every drafter (efficiency: of the tokens that a round brings, the share that is won in time), and other engines
+  (--against transformers-compiled,transformers-lookup, in batches of equal length; what is not installed is named and
+  left out). Whoever ends makes room for the next: drafts end some answers sooner than others
 - proof: `outrider certify --exact` on every pair
 --only accept,speed does some of it; runs into the same folder complete each other's report. Progress goes to standard
 error; FOLDER/drafters.json, drafters.md and two pictures are written as far as figures are there.
@@ -57,9 +58,13 @@ def prompts_of(llm: LLM, path: Path, limit: int) -> list[list[int]]:
 
 
 @contextmanager
-def engine(arguments: argparse.Namespace, drafter: str | None, **speculative: Any) -> Iterator[LLM]:
+def engine(
+    arguments: argparse.Namespace, drafter: str | None, num_seats: int | None = None, **speculative: Any
+) -> Iterator[LLM]:
+    """`num_seats`: requests at a time; None: as many as there are."""
     settings = {"model": drafter, "num_speculative_tokens": arguments.k, **speculative} if drafter else None
-    options: dict[str, Any] = {"max_num_seqs": max(*arguments.batches, arguments.limit, 1), "device": arguments.device}
+    seats = num_seats or max(*arguments.batches, arguments.limit, 1)
+    options: dict[str, Any] = {"max_num_seqs": seats, "device": arguments.device}
     if device_of(arguments.device).type == "cuda":
         options["kv_cache_memory"] = CACHE_BYTES
     length = ROOM + max(arguments.max_tokens, arguments.speed_tokens) + arguments.k + 1
@@ -83,19 +88,28 @@ def accept_lengths(arguments: argparse.Namespace, name: str, drafter: str) -> It
 
 
 def speeds(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """By batch size and side; ours first. Runs are taken in turn, and a side's ratio is to the plain run beside it."""
-    with ExitStack() as opened:
-        plain = opened.enter_context(engine(arguments, None))
-        prompts = [ids for path in arguments.prompts for ids in prompts_of(plain, path, arguments.limit)]
-        sides: list[Side] = [OutriderSide("plain", plain)]
-        for name, drafter in arguments.draft.items():
-            say(f"starting {name}")
-            try:
-                sides.append(OutriderSide(name, opened.enter_context(engine(arguments, drafter))))
-            except ValueError as reason:  # it agrees with the target so little that the engine does not take it
-                say(f"{name} is left out: {reason}")
-        for batch in arguments.batches:
-            yield {str(batch): _race(arguments, sides, prompts, batch)}
+    """By requests at a time and side; ours first. Runs are taken in turn, and a side's ratio is to the plain run beside
+    it."""
+    for batch in arguments.batches:
+        with ExitStack() as opened:
+            plain = opened.enter_context(engine(arguments, None, batch))
+            sides: list[Side] = [OutriderSide("plain", plain)]
+            for name, drafter in arguments.draft.items():
+                try:
+                    sides.append(OutriderSide(name, opened.enter_context(engine(arguments, drafter, batch))))
+                except ValueError as reason:  # it agrees with the target so little that the engine does not take it
+                    say(f"{name} is left out: {reason}")
+            spread = _spread(arguments, plain, batch)
+            yield {str(batch): _race(arguments, sides, batch, [spread])}
+    yield from _against(arguments)
+
+
+def _against(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Other engines beside our plain decoding."""
+    if not arguments.against:
+        return
+    with engine(arguments, None) as plain:
+        ours: Side = OutriderSide("plain", plain)
         dtype, length = plain.target.embed.weight.dtype, ROOM + arguments.speed_tokens + 1
         known = PeerOptions(arguments.target, dtype, plain.config.torch_device, length, torch.get_num_threads())
         for peer in arguments.against:
@@ -104,17 +118,24 @@ def speeds(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     (other,), _ = open_peers([peer], known)
                     visiting.callback(other.close)
                     for batch in arguments.batches if peer != "transformers-lookup" else [1]:  # which knows no batches
-                        found = _race(arguments, [sides[0], other], prompts, batch)
+                        spread = _spread(arguments, plain, batch)
+                        batches = [spread[first :: arguments.speed_batches] for first in range(arguments.speed_batches)]
+                        found = _race(arguments, [ours, other], batch, batches)
                         yield {str(batch): {peer: found[peer]}}
             except (PeerUnavailable, RuntimeError, AttributeError, TypeError) as reason:  # of whatever version it is
                 say(f"{peer} is left out: {reason}")
 
 
-def _race(arguments: argparse.Namespace, sides: Sequence[Side], prompts: list[list[int]], batch: int) -> dict[str, Any]:
-    """Batches of prompts from all files."""
-    step = max(len(prompts) // (batch * arguments.speed_batches), 1)
-    spread = (prompts[::step] * batch * arguments.speed_batches)[: batch * arguments.speed_batches]
-    batches = [spread[first :: arguments.speed_batches] for first in range(arguments.speed_batches)]
+def _spread(arguments: argparse.Namespace, llm: LLM, batch: int) -> list[list[int]]:
+    """Prompts from all files, for so many batches as a run has."""
+    prompts = [ids for path in arguments.prompts for ids in prompts_of(llm, path, arguments.limit)]
+    count = batch * arguments.speed_batches
+    return (prompts[:: max(len(prompts) // count, 1)] * count)[:count]
+
+
+def _race(
+    arguments: argparse.Namespace, sides: Sequence[Side], batch: int, batches: Sequence[list[list[int]]]
+) -> dict[str, Any]:
     records = interleave(sides, batches, arguments.speed_tokens, arguments.runs)
     found: dict[str, Any] = {}
     for record in records:
@@ -253,7 +274,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperatures", type=_numbers(float), default=[0.0, 1.0])
     parser.add_argument("--batches", type=_numbers(int), default=[1, 8, 32])
     parser.add_argument("--speed-tokens", type=int, default=128, help="of each answer that is timed")
-    parser.add_argument("--speed-batches", type=int, default=3, help="batches of other prompts in a run")
+    parser.add_argument("--speed-batches", type=int, default=6, help="times as many prompts in a run")
     parser.add_argument("--runs", type=int, default=3, help="runs of every side, taken in turn")
     parser.add_argument("--against", type=_numbers(str), default=["transformers-compiled", "transformers-lookup"])
     parser.add_argument("--quick", action="store_true", help="a short proof")

@@ -127,7 +127,37 @@ def draw_positions(path: Path) -> None:
     plot.write(path)
 
 
-PLOTS = {"speed_up": draw_speed_up, "accept_length": draw_accept_lengths, "positions": draw_positions}
+def draw_trained(path: Path) -> None:
+    """Tokens a round of drafters that were trained here, by data set and temperature."""
+    drafters = read("trained")["drafters"]
+    columns = [(name, at) for name, found in next(iter(drafters.values()))["accept"].items() for at in found]
+    places = [f"{name} {at}" for name, at in columns]
+    title, ticks = "SmolLM2-135M-Instruct: accept length, K = 7", (0, 1, 2, 3, 4)
+    plot = Plot(title, places, "prompts, temperature", 4, ticks)
+    for colour, (name, each) in zip(COLOURS, drafters.items(), strict=False):
+        plot.line(name, [each["accept"][file][at]["accept_length"] for file, at in columns], colour)
+    plot.level(1)
+    plot.write(path)
+
+
+def draw_training(path: Path) -> None:
+    """Tokens a round on held-out prompts while they learnt."""
+    drafters = read("trained")["drafters"]
+    places = ["0", *(str(each["seconds"]) for each in next(iter(drafters.values()))["curve"])]
+    title, ticks = "Served accept length on held-out prompts while they learn", (0, 1, 2, 3)
+    plot = Plot(title, places, "seconds of training, four at a time", 3, ticks)
+    for colour, (name, each) in zip(COLOURS, drafters.items(), strict=False):
+        plot.line(name, [1.0, *(point["accept_length"] for point in each["curve"])], colour)
+    plot.write(path)
+
+
+PLOTS = {
+    "speed_up": draw_speed_up,
+    "accept_length": draw_accept_lengths,
+    "positions": draw_positions,
+    "trained": draw_trained,
+    "training": draw_training,
+}
 
 if __name__ == "__main__":
     for name, draw in PLOTS.items():
