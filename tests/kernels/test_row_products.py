@@ -120,11 +120,48 @@ def test_blocks_of_rows() -> None:
     ]  # fmt: skip
 
 
-def test_a_program_for_every_multiprocessor() -> None:
-    """Llama-3.1-8B's matrices on an H200."""
-    shapes = [(6144, 4096, 0), (4096, 4096, 0), (28672, 4096, 1), (4096, 14336, 0)]
-    tiles = [row_products.tile_for(128, height, inner, gated, 132) for height, inner, gated in shapes]
-    assert tiles == [Tile(2, 4, 5), Tile(2, 4, 8), Tile(2, 4, 1), Tile(2, 4, 8)]
+def test_tiles_are_those_that_were_fastest() -> None:
+    """Llama-3.1-8B's matrices on an H200, and the way down of Qwen3-8B and Gemma-3-4B."""
+    rows = (33, 64, 96, 128, 192, 256, 320)
+    assert [row_products.tile_for(count, 28672, 4096, 1, 132) for count in rows] == [
+        Tile(2, 5), Tile(2, 5), Tile(2, 3), Tile(2, 3), Tile(2, 3), Tile(1, 4), Tile(1, 3),
+    ]  # fmt: skip
+    shapes = [(6144, 4096), (4096, 4096), (4096, 14336), (4096, 12288), (2560, 10240)]
+    tiles = [row_products.tile_for(192, height, inner, 0, 132) for height, inner in shapes]
+    assert tiles == [Tile(1, 5, 2), Tile(1, 5, 4), Tile(1, 5, 4), Tile(1, 5, 4), Tile(1, 5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "gated", "rows"),
+    [
+        ((28672, 4096), gates.SILU, range(33, 321)),
+        ((24576, 4096), gates.SILU, range(33, 193)),
+        ((20480, 2560), gates.GELU, range(33, 193)),
+        ((14336, 4096), gates.SILU, range(0)),  # half of Llama-3.1-8B's: too few tiles
+        ((28672, 4096), gates.NONE, range(0)),
+        ((6144, 4096), gates.NONE, range(0)),
+        ((4096, 4096), gates.NONE, range(0)),
+        ((4096, 14336), gates.NONE, range(0)),
+        ((4096, 12288), gates.NONE, range(161, 193)),
+        ((2560, 10240), gates.NONE, range(0)),
+    ],
+)
+def test_it_is_used_where_it_was_faster(
+    shape: tuple[int, int], gated: int, rows: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a Hopper, and nowhere else; never where bits must not depend on the number of rows, nor with a bias."""
+    weight = torch.empty(shape, dtype=torch.bfloat16)  # never touched
+
+    def chosen(**more: Any) -> list[int]:
+        return [each for each in range(1, 400) if gpu_linear._row_products(each, weight, gated, **more) is not None]
+
+    assert chosen(has_bias=False) == []
+    monkeypatch.setattr(gpu_linear, "_on_hopper", lambda device: row_products)
+    assert chosen(has_bias=False) == list(rows)
+    assert chosen(has_bias=True) == []
+    for count in (65, 128, 192, 256, 320):
+        assert gpu_linear.is_faster(count, weight, gated) == (count in rows)
+        assert not gpu_linear.is_faster(count, weight, gated, has_bias=True)
 
 
 def test_what_does_not_fit() -> None:
@@ -149,30 +186,41 @@ def test_inputs_that_cannot_be_copied_as_they_lie() -> None:
         torch.testing.assert_close(row_products.linear(each, weight).double(), wanted, rtol=2e-3, atol=2e-3)
 
 
-def test_it_is_not_used_yet() -> None:
-    """It has not run on a GPU."""
-    assert not gpu_linear.ROW_PRODUCTS
-    assert gpu_linear.MOST_ROWS <= linear.MANY_ROWS  # more: weights in few bits are widened by the launch before it
+def test_weights_that_were_just_widened_are_not_read_early() -> None:
+    """With more rows than these, weights in few bits are widened by the launch before."""
+    assert row_products.RESIDENT_ROWS <= linear.MANY_ROWS
 
 
 @ON_CPU
 @pytest.mark.usefixtures("anywhere")
-def test_linears_use_it_where_they_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gated", [gates.NONE, gates.SILU])
+def test_linears_use_it(gated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through what layers call: where the table says so, and not in exact mode, whose bits stay what they are."""
     x, weight = random(40, 64, dtype=torch.float16), random(128, 64, dtype=torch.float16)
-    monkeypatch.setattr(gpu_linear, "ROW_PRODUCTS", True)
-    assert not gpu_linear.is_faster(40, weight)  # no Hopper
-    asked = []
+    monkeypatch.setattr(linear, "use_triton", lambda x: True)
+    monkeypatch.setattr(gpu_linear, "SMALL", 0)
+    ours = row_products.linear
+    launches = []
+    monkeypatch.setattr(row_products, "linear", lambda *a, **k: launches.append(1) or ours(*a, **k))
 
-    def found(num_rows: int, weight: torch.Tensor) -> Any:
-        asked.append(num_rows)
-        return row_products
+    def run(rows: torch.Tensor, exact: bool = False) -> torch.Tensor:
+        if gated:
+            return linear.gated_linear(rows, weight, activation=silu_mul, exact=exact)
+        return linear.linear(rows, weight, exact=exact)
 
-    monkeypatch.setattr(gpu_linear, "_row_products", found)
-    assert gpu_linear.is_faster(40, weight)
-    wanted = (x.double() @ weight.double().T).half()
-    torch.testing.assert_close(gpu_linear.linear(x, weight), wanted, rtol=2e-3, atol=2e-3)
-    gpu_linear.linear(x, weight, exact=True)
-    assert asked == [40, 40]
+    wanted = x.double() @ weight.double().T
+    wanted = (silu_mul(wanted) if gated else wanted).half()
+    exactly = run(x, exact=True)
+    assert torch.equal(exactly[:7], run(x[:7], exact=True))
+    torch.testing.assert_close(run(x), wanted, rtol=4e-3, atol=2e-2)
+    assert not launches
+    monkeypatch.setattr(gpu_linear, "_on_hopper", lambda device: row_products)
+    small = (bool(gated), range(33, 65), range(128, 129), range(64, 65))
+    monkeypatch.setattr(row_products, "FASTER", (small,))
+    torch.testing.assert_close(run(x), wanted, rtol=4e-3, atol=2e-2)
+    assert len(launches) == 1
+    assert torch.equal(run(x, exact=True), exactly)
+    assert len(launches) == 1
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from operator import contains
 from typing import Any
 
 import torch
@@ -39,6 +40,15 @@ MAX_STAGES = 6
 ADDED_ROWS, ADDED_COLUMNS = 32, 64  # whose sums a program adds up
 MAX_SPLIT = 8
 MIN_STEPS = 6  # of a part: shorter ones are not worth their sums
+RESIDENT_ROWS = 256  # with more, a weight may just have been widened: it is not read before the launch before has ended
+# Gated or not, rows, outputs, inputs: where it was faster than cuBLAS on an H200 (scripts/h200/products.py; docs/diary.md,
+# 2026-11-17). Elsewhere it was slower, as fast within the copy that addmm_ saves, or not measured.
+ANY = 2**30
+FASTER = (
+    (True, range(33, 193), range(20480, ANY), range(2560, ANY)),  # Llama-3.1-8B, Qwen3-8B, Gemma-3-4B: 0.74 to 0.98
+    (True, range(193, 321), range(28672, ANY), range(4096, ANY)),  # Llama-3.1-8B: 0.91 to 0.93
+    (False, range(161, 193), range(4096, 4097), range(12288, 12289)),  # Qwen3-8B's way down: 0.72
+)
 copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.6 calls it the latter
 
 
@@ -267,7 +277,7 @@ def linear(
     num_columns = height // 2 if gated else height
     out = x.new_empty(num_rows, num_columns) if out is None else out
     tile = tile or tile_for(num_rows, height, inner, gated, _processors(x.device))
-    num_steps, early = triton.cdiv(inner, DEPTH.value), launch.early(x)
+    num_steps, early = triton.cdiv(inner, DEPTH.value), launch.early(x) and num_rows <= RESIDENT_ROWS
     split = min(tile.split, num_steps)
     first, more = blocks_of_rows(num_rows)
     at_once = split == 1 and bias is None and residual is None and (not gated or tile.blocks == 2)
@@ -291,6 +301,12 @@ def linear(
     return out
 
 
+def is_faster(num_rows: int, height: int, inner: int, gated: int) -> bool:
+    """Than cuBLAS with what follows: what was measured, and wider ones."""
+    shape = (num_rows, height, inner)
+    return any(is_gated == bool(gated) and all(map(contains, sizes, shape)) for is_gated, *sizes in FASTER)
+
+
 def fits(num_rows: int, weight: Tensor) -> bool:
     """Whether a product like this can be computed here: what the copy engine and the registers can be given."""
     is_narrow = weight.dtype in (torch.bfloat16, torch.float16)
@@ -298,14 +314,17 @@ def fits(num_rows: int, weight: Tensor) -> bool:
 
 
 def tile_for(num_rows: int, height: int, inner: int, gated: int, processors: int) -> Tile:
-    """Not measured yet. Many outputs to a program, for the input's rows are read once for each; a program for every
-    multiprocessor, as far as parts are long enough; as many stages as there is room for."""
-    num_sums = sum(blocks_of_rows(num_rows)) * BLOCK.value // 128  # of a thread, for a block of outputs
-    blocks = 2 if 2 * num_sums <= MAX_SUMS else 1
+    """The fastest where it is used. A gate's outputs have the largest tile that registers hold, whose result goes out
+    at once. Others have a program for every multiprocessor, as far as parts are long enough; with twice the outputs in a
+    tile there would be twice the parts, and their sums cost more than the rows that are read less often."""
+    covered = sum(blocks_of_rows(num_rows))
+    blocks = 2 if gated and 2 * covered * BLOCK.value // 128 <= MAX_SUMS else 1
+    stages = most_stages(num_rows, blocks)
+    if blocks == 2:
+        return Tile(2, 3 if covered > 64 else stages)
     most = min(MAX_SPLIT, inner // (DEPTH.value * MIN_STEPS))
-    split = processors // triton.cdiv(height, 2 * BLOCK.value * blocks)
-    split = 1 if gated and blocks == 2 else max(min(split, most), 1)
-    return Tile(blocks, most_stages(num_rows, blocks), split)
+    split = min(processors // triton.cdiv(height, 2 * BLOCK.value), most)
+    return Tile(1, stages, max(split, 1))
 
 
 def most_stages(num_rows: int, blocks: int) -> int:
