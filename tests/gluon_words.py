@@ -282,6 +282,8 @@ WORDS = {
 class Kernel:
     """A kernel of some modules that is launched as on a device, and runs here; a few programs at a time."""
 
+    at_a_time = 3
+
     def __init__(self, name: str, *modules: Any) -> None:
         names: dict[str, Any] = {}
         for each, value in (pair for module in modules for pair in vars(module).items()):
@@ -305,7 +307,7 @@ class Kernel:
                 for number in range(first, grid[0], step):
                     program(number)
 
-            side_by_side([(several, (first, 3)) for first in range(3)], (0, 0))
+            side_by_side([(several, (first, self.at_a_time)) for first in range(self.at_a_time)], (0, 0))
 
         return launch
 

@@ -19,7 +19,7 @@ from gluon_words import Kernel
 
 from outrider.kernels import linear
 from outrider.kernels.activation import gelu_tanh_mul, silu_mul
-from outrider.kernels.gpu import epilogue, gates, row_products
+from outrider.kernels.gpu import epilogue, gates, row_exchange, row_products
 from outrider.kernels.gpu import linear as gpu_linear
 from outrider.kernels.gpu.row_products import Tile
 
@@ -31,7 +31,8 @@ GATES = {gates.SILU: silu_mul, gates.GELU: gelu_tanh_mul}
 def anywhere() -> Any:
     """As on a small Hopper."""
     with pytest.MonkeyPatch.context() as patch:
-        kernel = Kernel("_row_products", gates, epilogue, row_products)
+        kernel = Kernel("_row_products", gates, epilogue, row_exchange, row_products)
+        kernel.at_a_time = 5  # programs that exchange their sums wait for each other
         patch.setattr(row_products, "_processors", lambda device: 5)
         patch.setattr(row_products, "_row_products", kernel)
         yield
@@ -70,6 +71,10 @@ def compare(
         (200, 700, 136, Tile(1, 6, 2)),  # more pieces than programs
         (320, 192, 328, Tile(1, 4, 3)),
         (257, 136, 64, Tile(1, 4, 8)),  # more parts than steps
+        (100, 300, 200, Tile(1, 2, 2, joined=True)),
+        (192, 260, 520, Tile(1, 3, 4, joined=True)),  # more pieces than programs
+        (160, 500, 320, Tile(2, 3, 3, joined=True)),
+        (64, 136, 640, Tile(2, 3, 5, joined=True)),
     ],
 )
 @pytest.mark.parametrize("has_residual", [False, True])
@@ -244,21 +249,22 @@ from outrider.kernels.gpu import row_products
 
 flat = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 for text in sys.argv[1:]:
-    rows, gated, split = map(int, text.split(","))
+    rows, gated, split, joined = map(int, text.split(","))
     first, more = row_products.blocks_of_rows(rows)
     tile = row_products.tile_for(rows, 4096, 4096, gated, 132)
-    sums = first + more if split > 1 else 0
+    sums = first + more if split > 1 and not joined else 0
     constants = dict(
-        GATED=gated, SUMS=sums, ROWS=first, MORE=more, BLOCKS=tile.blocks, STAGES=tile.stages, EARLY=True
+        GATED=gated, SUMS=sums, JOINED=bool(joined), RESIDUAL=bool(joined), ROWS=first, MORE=more, BLOCKS=tile.blocks,
+        STAGES=tile.stages, EARLY=True,
     )
     box = lambda count: f"tensordesc<bf16[{count}, 64],{flat!r}>"
     types = {"weights": box(64), "rows": box(first), "more_rows": box(more or first)}
-    types["out"] = "*fp32" if sums else "*bf16"
+    types |= {"out": "*fp32" if sums else "*bf16", "residual": "*bf16", "sums": "*fp32", "counters": "*i32"}
     kernel = row_products._row_products
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    even = {(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "num_columns")}
+    even = {(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "sums", "num_columns")}
     made = compile(
         GluonASTSource(kernel, signature, values, even), target=GPUTarget("cuda", 90, 32),
         options={"num_warps": 4, "launch_pdl": True},
@@ -266,7 +272,9 @@ for text in sys.argv[1:]:
     code = made.asm["ptx"]
     for name in ("wgmma.mma_async", "setmaxnreg.inc", "cp.async.bulk.tensor.2d", "griddepcontrol.wait"):
         assert name in code, name
-    assert ("st.global.v2" if sums else "st.global.v4") in code
+    for name in ("st.global.v2",) * bool(sums or joined) + ("st.global.v4",) * (not sums):
+        assert name in code, name
+    assert ("ld.global.cg.v2" in code) == bool(joined)
     assert made.metadata.shared <= 227 * 2**10, made.metadata.shared
     print(text)
 kernel = row_products._add_up
@@ -281,7 +289,7 @@ print("added")
 
 
 def test_products_compile_for_hopper() -> None:
-    forms = ["128,0,5", "128,1,1", "192,0,4", "192,1,1", "192,0,1", "64,0,1", "320,0,2"]
+    forms = ["128,0,5,0", "128,1,1,0", "192,0,4,0", "192,0,4,1", "192,1,1,0", "192,0,1,0", "64,0,1,0", "320,0,2,0"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run(
         [sys.executable, "-c", COMPILED, *forms], capture_output=True, text=True, timeout=300, env=environment
