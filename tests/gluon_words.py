@@ -71,6 +71,8 @@ LOCK = threading.RLock()
 
 
 def atomic_add(pointer: Pointer, value: int, sem: str = "acq_rel") -> int:
+    if not value:
+        time.sleep(0.001)  # whoever only looks, waits
     with LOCK:
         found = load(pointer)
         store(pointer, found + value)

@@ -84,7 +84,10 @@ def test_products(rows: int, outputs: int, inputs: int, tile: Tile, has_residual
 
 @ON_CPU
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize(("tile", "has_bias"), [(Tile(2, 3), False), (Tile(2, 3), True), (Tile(1, 3, 2), False)])
+@pytest.mark.parametrize(
+    ("tile", "has_bias"),
+    [(Tile(2, 3), False), (Tile(2, 3), True), (Tile(1, 3, 2), False), (Tile(2, 3, 2, joined=True), False)],
+)
 @pytest.mark.parametrize("gated", list(GATES))
 def test_gates(tile: Tile, has_bias: bool, gated: int) -> None:
     """On the way out of the product, or of the sum of parts."""
@@ -112,8 +115,38 @@ def test_any_size(rows: int, outputs: int, inputs: int, gated: int) -> None:
 def test_parts_are_added_in_their_order() -> None:
     """However programs are scheduled, bits are the same."""
     x, weight = random(70, 1024, dtype=torch.float16), random(256, 1024, dtype=torch.float16)
-    found = [row_products.linear(x, weight, tile=Tile(2, 3, 8)) for _ in range(4)]
-    assert all(torch.equal(each, found[0]) for each in found)
+    for tile in (Tile(2, 3, 8), Tile(1, 3, 4, joined=True)):
+        found = [row_products.linear(x, weight, tile=tile) for _ in range(4)]
+        assert all(torch.equal(each, found[0]) for each in found)
+
+
+@ON_CPU
+@pytest.mark.usefixtures("anywhere")
+def test_sums_are_exchanged_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And counters are as they were; without counters, or with a bias, there are two launches."""
+    x, weight = random(70, 256, dtype=torch.float16), random(256, 256, dtype=torch.float16)
+    bias, residual = random(256, dtype=torch.float16), random(70, 256, dtype=torch.float16)
+    added, tile = [], Tile(1, 3, 2, joined=True)
+    two = row_products._add_up
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            added.append(grid)
+            return two[grid]
+
+    monkeypatch.setattr(row_products, "_add_up", Counted())
+    found = row_products.linear(x, weight, residual=residual, tile=tile)
+    wanted = row_products.linear(x, weight, residual=residual, tile=Tile(1, 3, 2))
+    assert len(added) == 1
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)  # of two parts, the order does not matter
+    counters = row_exchange.counters_for(x.device, 4)
+    assert counters is not None
+    assert not counters.any()
+    row_products.linear(x, weight, bias, tile=tile)
+    assert len(added) == 2
+    monkeypatch.setattr(row_exchange, "MAX_COUNTERS", 3)
+    torch.testing.assert_close(row_products.linear(x, weight, residual=residual, tile=tile), wanted, rtol=0, atol=0)
+    assert len(added) == 3
 
 
 def test_blocks_of_rows() -> None:
@@ -236,6 +269,8 @@ def test_products_on_hopper(rows: int) -> None:
         compare(rows, height, inner, has_residual=True, kind=torch.bfloat16, tolerance=2e-2)
         compare(rows, height, inner, gated=gates.SILU, kind=torch.bfloat16, tolerance=2e-2)
         compare(rows, height, inner, kind=torch.bfloat16, tolerance=2e-2)
+        joined = Tile(1, row_products.most_stages(rows, 1), 4, joined=True)
+        compare(rows, height, inner, joined, has_residual=True, kind=torch.bfloat16, tolerance=2e-2)
 
 
 COMPILED = """
