@@ -13,7 +13,7 @@ from samples import Oracle, drafter_settings, guide
 from outrider import LLM, SamplingParams
 from outrider.engine import graphs
 from outrider.kernels import dispatch
-from outrider.kernels.gpu import attention_work, fresh_attention
+from outrider.kernels.gpu import attention_work
 from outrider.layers import norm
 from outrider.llm import total_speculation
 
@@ -62,30 +62,3 @@ def test_models_on_interpreted_kernels(
             assert again.outputs[0].token_ids == plain[3:]
     assert outputs[0].outputs[0].token_ids == plain
     assert total_speculation(outputs).accepted > 0
-
-
-@pytest.mark.usefixtures("recording")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
-def test_single_rows_from_what_is_projected(
-    family: str, target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Several requests at once, which begin and end at different times, with norms of heads, windows and sinks."""
-    path = target_path(family, num_hidden_layers=2, head_dim=16)
-    options: dict[str, Any] = {"max_model_len": 48, "device": "cpu", "dtype": "float32", "page_size": 4}
-    prompts = [PROMPT, [7], PROMPT * 2]
-    params = [replace(PARAMS, max_tokens=count) for count in (5, 7, 3)]
-    with LLM(path, None, enforce_eager=True, **options) as llm:
-        plain = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
-    monkeypatch.setattr(dispatch.native, "library", lambda: None)
-    monkeypatch.setattr(dispatch, "is_home", lambda x: True)
-    monkeypatch.setattr(attention_work, "WANTED_PROGRAMS", 4)
-    monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))
-    monkeypatch.setattr(fresh_attention, "ENABLED", True)
-    launches = []
-    attend = fresh_attention.attend_fresh
-    monkeypatch.setattr(fresh_attention, "attend_fresh", lambda *a, **k: launches.append(1) or attend(*a, **k))
-    with LLM(path, None, **options) as llm:
-        found = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
-        assert llm.engine.num_recorded_rounds > 0
-    assert found == plain
-    assert len(launches) >= 2

@@ -4,8 +4,9 @@
 
 First every form of the kernel is checked, in processes of their own: a barrier that nobody completes would hang the
 device, and ends its process after 15 seconds. Then forms that were right are timed, in CUDA graphs over more weights
-than the L2 holds. A line: rows and matrix, us of cuBLAS with what follows (activation; the residual is addmm's), us of
-reading the weight once, then every tile from the fastest on: blocks of 64 outputs for a warpgroup, stages, parts."""
+than the L2 holds. A line: rows and matrix, us of cuBLAS with what follows (activation; the residual is addmm's, on the
+way down addmm_'s, as in a model), us of reading the weight once, then every tile from the fastest on: blocks of 64
+outputs for a warpgroup, stages, parts; with x, parts exchange their sums (row_exchange.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.kernels.activation import silu_mul
-from outrider.kernels.gpu import epilogue, gates, row_products
+from outrider.kernels.gpu import epilogue, gates, row_exchange, row_products
 from outrider.kernels.gpu.row_products import Tile
 
 PATIENCE = 15  # seconds for a form
@@ -37,7 +38,7 @@ KIND, DEVICE = (torch.float16, "cpu") if SMOKE else (torch.bfloat16, "cuda")
 ROWS = (33, 64, 96, 128, 192, 256, 320)
 SOME_ROWS = (64, 128, 192)
 PLAIN, RESIDUAL, GATED = "plain", "residual", "gated"
-Form = tuple[str, int, int]  # what follows, blocks, stages
+Form = tuple[str, int, int, int]  # what follows, blocks, stages, whether parts exchange their sums
 MATRICES = [
     ("Llama-3.1-8B qkv", 6144, 4096, PLAIN, ROWS),
     ("Llama-3.1-8B out", 4096, 4096, RESIDUAL, ROWS),
@@ -83,7 +84,8 @@ def forms(rows: int) -> list[Form]:
             continue
         most = row_products.most_stages(rows, blocks)
         for stages in (most, most - 1) if blocks == 2 else (most,):
-            found += [(each, blocks, stages) for each in (PLAIN, RESIDUAL, GATED)]
+            found += [(each, blocks, stages, 0) for each in (PLAIN, RESIDUAL, GATED)]
+        found += [(each, blocks, most, 1) for each in (PLAIN, RESIDUAL)]
     return found
 
 
@@ -99,9 +101,9 @@ def ours(x: Tensor, weight: Tensor, residual: Tensor, after: str, tile: Tile) ->
     return row_products.linear(x, weight, None, residual if after == RESIDUAL else None, gated=gate, tile=tile)
 
 
-def library(x: Tensor, weight: Tensor, residual: Tensor, after: str) -> Tensor:
+def library(x: Tensor, weight: Tensor, residual: Tensor, after: str, in_place: bool) -> Tensor:
     if after == RESIDUAL:
-        return torch.addmm(residual, x, weight.T)
+        return residual.addmm_(x, weight.T) if in_place else torch.addmm(residual, x, weight.T)
     return silu_mul(torch.mm(x, weight.T)) if after == GATED else torch.mm(x, weight.T)
 
 
@@ -117,7 +119,7 @@ def error(found: Tensor, x: Tensor, weight: Tensor, residual: Tensor, after: str
 
 def check(rows: int, wanted: list[Form]) -> None:
     """In a process of its own: a line for every form that is right."""
-    for after, blocks, stages in wanted:
+    for after, blocks, stages, joined in wanted:
         signal.alarm(PATIENCE)
         worst = 0.0
         for num_rows, height, inner, split in ((rows, 1000, 840, 3), (rows - 1, 20000, 192, 1)):
@@ -125,13 +127,14 @@ def check(rows: int, wanted: list[Form]) -> None:
                 (height // 25 * 4, 200) if SMOKE and height < 2000 else (640, 64) if SMOKE else (height, inner)
             )
             x, (weight,), residual = operands(num_rows, height, inner, after, 1)
-            split = 1 if after == GATED else split
-            found = ours(x, weight, residual, after, Tile(blocks, stages, split))
-            worst = max(worst, error(found, x, weight, residual, after))
+            split = 1 if after == GATED else 3 if joined else split
+            for _ in range(1 + 4 * joined):  # counters must be as they were
+                found = ours(x, weight, residual, after, Tile(blocks, stages, split, bool(joined)))
+                worst = max(worst, error(found, x, weight, residual, after))
         if worst < 0.02:
-            print(after, blocks, stages, f"{worst:.4f}", flush=True)
+            print(after, blocks, stages, joined, f"{worst:.4f}", flush=True)
         else:
-            print(f"WRONG {rows} {after} {blocks} {stages} {worst:.4f}", file=sys.stderr, flush=True)
+            print(f"WRONG {rows} {after} {blocks} {stages} {joined} {worst:.4f}", file=sys.stderr, flush=True)
     for after in (PLAIN, RESIDUAL):  # the launch that adds up parts is compiled for every number of them
         splits = {
             split for _, height, inner, *_ in MATRICES for split in parts(height, inner, 2) | parts(height, inner, 1)
@@ -150,14 +153,18 @@ def parts(height: int, inner: int, blocks: int) -> set[int]:
     return {most, (most + 1) // 2}
 
 
+def form_of(words: list[str]) -> Form:
+    return words[0], int(words[1]), int(words[2]), int(words[3])
+
+
 def checked(rows: int) -> set[Form]:
     """Forms that are right; whatever ends a process, those behind it are tried by another."""
-    left, right = forms(rows), set()
+    left, right = forms(rows), set[Form]()
     while left:
-        words = [f"{after},{blocks},{stages}" for after, blocks, stages in left]
+        words = [",".join(map(str, form)) for form in left]
         done = subprocess.run([sys.executable, __file__, str(rows), *words], capture_output=True, text=True)
-        passed = [tuple(line.split()[:3]) for line in done.stdout.splitlines()]
-        right |= {(after, int(blocks), int(stages)) for after, blocks, stages in passed}
+        passed = [form_of(line.split()) for line in done.stdout.splitlines()]
+        right |= set(passed)
         wrong = [line for line in done.stderr.splitlines() if line.startswith("WRONG")]
         for line in wrong:
             say(line)
@@ -200,18 +207,19 @@ def timed(run: Callable[[int], object], num_weights: int) -> float:
 def tiles(rows: int, height: int, inner: int, after: str, right: set[Form]) -> list[Tile]:
     """Of forms that are right, among them the one that is chosen by default."""
     found = []
-    for each, blocks, stages in sorted(right):
+    for each, blocks, stages, joined in sorted(right):
         if each == after:
             splits = {1} if after == GATED and blocks == 2 else parts(height, inner, blocks)
-            found += [Tile(blocks, stages, split) for split in sorted(splits)]
+            found += [Tile(blocks, stages, split, bool(joined)) for split in sorted(splits) if split > joined]
     chosen = row_products.tile_for(rows, height, inner, int(after == GATED), 132)
-    return found if chosen in found or (after, chosen.blocks, chosen.stages) not in right else [chosen, *found]
+    return found if chosen in found or (after, chosen.blocks, chosen.stages, 0) not in right else [chosen, *found]
 
 
 def compare(name: str, rows: int, height: int, inner: int, after: str, right: set[Form]) -> None:
     num_weights = 2 if SMOKE else max(2, 2**28 // (height * inner * 2))
     x, weights, residual = operands(rows, height, inner, after, num_weights)
-    theirs = timed(lambda number: library(x, weights[number], residual, after), num_weights)
+    in_place, scratch = name.endswith("down"), residual.clone()
+    theirs = timed(lambda number: library(x, weights[number], scratch, after, in_place), num_weights)
     found = []
     for tile in tiles(rows, height, inner, after, right):
 
@@ -227,8 +235,8 @@ def compare(name: str, rows: int, height: int, inner: int, after: str, right: se
     best = sorted(found, key=lambda each: each[0])
     line += f" ours, error {max((each[2] for each in best), default=0.0):.4f}:"
     for us, tile, _ in best:
-        line += f" {us:.1f} ({tile.blocks},{tile.stages},{tile.split})"
-    say(line[:140])
+        line += f" {us:.1f} ({tile.blocks},{tile.stages},{tile.split}{'x' * tile.joined})"
+    say(line[:160])
 
 
 def as_on_hopper() -> None:
@@ -237,14 +245,14 @@ def as_on_hopper() -> None:
     from gluon_words import Kernel
 
     row_products._processors = lambda device: 5  # type: ignore[assignment]
-    row_products._row_products = Kernel("_row_products", gates, epilogue, row_products)
+    row_products._row_products = Kernel("_row_products", gates, epilogue, row_exchange, row_products)
+    row_products._row_products.at_a_time = 5
 
 
 def main() -> None:
     begin = time.time()
     if len(sys.argv) > 1:
-        words = [word.split(",") for word in sys.argv[2:]]
-        check(int(sys.argv[1]), [(after, int(blocks), int(stages)) for after, blocks, stages in words])
+        check(int(sys.argv[1]), [form_of(word.split(",")) for word in sys.argv[2:]])
         return
     say(f"{'cpu' if SMOKE else torch.cuda.get_device_name()}, Triton {triton.__version__}, torch {torch.__version__}")
     covered = {sum(row_products.blocks_of_rows(rows)) for rows in ROWS}

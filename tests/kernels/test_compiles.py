@@ -17,7 +17,7 @@ import torch
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from outrider.kernels.gpu import attention, attention_work, fresh_attention, rope
+from outrider.kernels.gpu import attention, attention_work, rope
 
 NUMBERS = {"scale", "softcap", "value_scale", "eps", "offset", "v_eps", "v_offset", "key_inverse", "value_inverse"}
 POINTERS = {"q", "k", "v", "out", "sinks", "q_weight", "k_weight", "v_weight", "k_pages", "v_pages"}
@@ -33,10 +33,6 @@ KERNELS = {
         PAGE=16, WIDE=False, ITEM=attention_work.ITEM, SPLIT=True, GROUP=4, WINDOW=0, HAS_LAST=False, HAS_SINKS=True,
         SOFTCAP=False, DIM=64, MAIN=64, REST=0, VALUE=64, SAME=False, BLOCK_VALUE=64, BLOCK_M=64, BLOCK_N=32,
         IEEE=False, LANES=16, WARPS=4, EARLY=True,
-    ),
-    fresh_attention._attend_fresh: dict(
-        PAGE=16, ITEM=attention_work.ITEM, GROUP=4, WINDOW=90, HAS_SINKS=True, NORM=True, DIM=64, VALUE=64,
-        BLOCK_VALUE=64, BLOCK_M=16, BLOCK_N=64, LANES=4, WARPS=4, EARLY=True,
     ),
 }
 pages = sys.argv[1]
@@ -58,7 +54,7 @@ def test_pages_of_any_type_compile(pages: str) -> None:
         [sys.executable, "-c", CODE, pages], capture_output=True, text=True, timeout=120, env=environment
     )
     assert found.returncode == 0, found.stderr[-2000:]
-    assert found.stdout.split() == ["_rope_write", "_attend", "_attend_fresh"]
+    assert found.stdout.split() == ["_rope_write", "_attend"]
 
 
 FEW_ROWS = """

@@ -1,21 +1,15 @@
 """Attention of a batch's rows over the pages of their requests: causal by cache index, windowed, softcapped, with
 sinks, and both ways within blocks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from outrider.kernels import native
 from outrider.kernels.dispatch import use_native, use_triton
-from outrider.kernels.rope import UNSCALED, HeadNorms, PageScales, rope_write
+from outrider.kernels.rope import UNSCALED, PageScales
 from outrider.types import Batch
-
-if TYPE_CHECKING:  # which is there only where Triton is
-    from outrider.kernels.gpu.attention_work import Keys
 
 EXACT_PARTS = 16  # programs that share a request's keys on a GPU, whatever its company
 
@@ -90,11 +84,22 @@ def paged_attention(
         )
     if use_triton(q):
         from outrider.kernels.gpu import attention as gpu
+        from outrider.kernels.gpu.attention_work import Keys
 
+        keys = Keys(
+            page_table=batch.page_table,
+            query_start=batch.query_start,
+            indices=batch.indices,
+            last_key=batch.last_key if options.bidirectional else None,
+            first_key=batch.first_key,
+            page_size=batch.page_size,
+            max_rows=batch.max_rows,
+            memo=batch.memo,
+        )
         return gpu.paged_attention(
             q,
             pages,
-            _keys(batch, options),
+            keys,
             options.scale * options.scales.key,
             window=options.window,
             softcap=options.softcap,
@@ -103,43 +108,3 @@ def paged_attention(
             parts=EXACT_PARTS if options.exact else None,
         )
     return paged_attention_reference(q, pages, batch, options, sinks)
-
-
-def write_and_attend(
-    projected: tuple[Tensor, Tensor, Tensor],
-    rotary: tuple[Tensor, Tensor],
-    pages: tuple[Tensor, Tensor],
-    batch: Batch,
-    norms: HeadNorms | None,
-    options: AttentionOptions,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """q [T, heads, D], k and v [T, kv heads, D] as they were projected -> what is attended to [T, heads, D], after
-    queries and keys are normed and turned, and keys and values are in their pages."""
-    q, k, v = projected
-    if use_triton(q) and batch.max_rows == 1 and not options.exact:
-        from outrider.kernels.gpu import fresh_attention as gpu
-
-        fresh, keys = gpu.Fresh(q, k, v, *rotary, batch.write_locations, norms, options.scales), _keys(batch, options)
-        if gpu.fits(fresh, keys):
-            scale = options.scale * options.scales.key
-            return gpu.attend_fresh(
-                fresh, pages, keys, scale, window=options.window, softcap=options.softcap, sinks=sinks
-            )
-    q = rope_write(q, k, v, rotary, pages, batch.write_locations, norms, scales=options.scales)
-    return paged_attention(q, pages, batch, options, sinks)
-
-
-def _keys(batch: Batch, options: AttentionOptions) -> Keys:
-    from outrider.kernels.gpu.attention_work import Keys
-
-    return Keys(
-        page_table=batch.page_table,
-        query_start=batch.query_start,
-        indices=batch.indices,
-        last_key=batch.last_key if options.bidirectional else None,
-        first_key=batch.first_key,
-        page_size=batch.page_size,
-        max_rows=batch.max_rows,
-        memo=batch.memo,
-    )

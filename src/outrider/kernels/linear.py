@@ -50,7 +50,7 @@ def linear(
         return quantised.linear(x, packed, bias, residual, exact=exact, out=out)
     if use_native(x):
         y = native.linear(x, weight, bias, packed)
-    elif _in_triton(x, weight, exact):
+    elif _in_triton(x, weight, exact, bias):
         from outrider.kernels.gpu import linear as gpu
 
         return gpu.linear(x, weight, bias, residual, exact=exact, out=out)
@@ -92,7 +92,7 @@ def gated_linear(
         gate = gates.on_the_way(activation)
         if gate and isinstance(packed, Quantised):
             return quantised.linear(x, packed, bias, gated=gate, exact=exact)
-        if gate and _in_triton(x, weight, exact):
+        if gate and _in_triton(x, weight, exact, bias, gate):
             return gpu.linear(x, weight, bias, gated=gate, exact=exact)
     return activation(linear(x, weight, bias, packed, exact=exact))
 
@@ -117,10 +117,10 @@ def _is_widened(x: Tensor, exact: bool) -> bool:
     return not use_triton(x) or (not exact and len(x) > MANY_ROWS)
 
 
-def _in_triton(x: Tensor, weight: Tensor, exact: bool) -> bool:
+def _in_triton(x: Tensor, weight: Tensor, exact: bool, bias: Tensor | None, gate: int = 0) -> bool:
     """Few rows, or any number where bits must not depend on it; many are the library's business."""
     if not use_triton(x) or x.dtype != weight.dtype:
         return False
     from outrider.kernels.gpu import linear as gpu
 
-    return exact or gpu.is_faster(len(x), weight)
+    return exact or gpu.is_faster(len(x), weight, gate, has_bias=bias is not None)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from outrider.kernels.attention import AttentionOptions, write_and_attend
+from outrider.kernels.attention import AttentionOptions, paged_attention
 from outrider.kernels.linear import linear
 from outrider.kernels.norm import Normed
 from outrider.kernels.rope import HeadNorms, rope_write, rotate
@@ -102,10 +102,10 @@ class SelfAttention(CachedLayer):
             q, k = (each.to(v.dtype) for each in self._turned(q, k, batch))
             return self.finish(batch.attending.attend(self, q, k, v, self.options.scale), x, residual)
         assert self.pages is not None, "the layer has no cache memory yet"
-        attended = write_and_attend(
-            (q, k, v), self.rotary(batch), self.pages, batch, self.head_norms, self.options, self.sinks
+        q = rope_write(
+            q, k, v, self.rotary(batch), self.pages, batch.write_locations, self.head_norms, scales=self.options.scales
         )
-        return self.finish(attended, x, residual)
+        return self.finish(paged_attention(q, self.pages, batch, self.options, self.sinks), x, residual)
 
     def remember(self, x: Tensor, batch: Batch) -> None:
         """Only keys and values of x [T, in]: of the joint projection the queries' rows are left out."""

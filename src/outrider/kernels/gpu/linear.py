@@ -3,6 +3,7 @@ Tiles and the order of sums depend on the weight's shape alone, so a row's bits 
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,6 @@ SMALL = 2**22  # numbers in a weight: time goes into starting, not into reading
 WIDE = 16384  # outputs that make enough programs for any tile
 FEW = 4096  # outputs that leave cuBLAS, too, without enough to do
 NARROW = 8192  # outputs: a larger tile would leave most of the device without work
-ROW_PRODUCTS = False  # products of some hundred rows by row_products.py, on Hopper: it has never run on a GPU
-MOST_ROWS = 256  # of them: with more, a weight may just have been widened, and it reads weights before it waits
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,9 @@ def linear(
     """x [T, in], weight [out, in] -> [T, out], plus residual [T, out]; `gated`, a gate's number:
     [T, out / 2], act(gate) * up. `exact`: a row's bits do not depend on how many there are. `out`: where to put the
     result, dense."""
-    products = _row_products(len(x), weight) if tile is None and not exact and x.dtype == weight.dtype else None
+    products = None
+    if tile is None and not exact and x.dtype == weight.dtype:
+        products = _row_products(len(x), weight, gated, bias is not None)
     if products is not None:
         return products.linear(x, weight, bias, residual, gated=gated, out=out)
     if tile is None and not exact and not gated and _is_better_sliced(len(x), weight):
@@ -137,22 +138,32 @@ def _is_better_sliced(num_rows: int, weight: Tensor) -> bool:
     return num_rows <= (32 if len(weight) <= FEW else 8)
 
 
-def _row_products(num_rows: int, weight: Tensor) -> Any:
-    """The module that multiplies some hundred rows, where it can: on Hopper, if Triton has what it is written in."""
-    if not ROW_PRODUCTS or num_rows > MOST_ROWS or weight.numel() < SMALL:
+def _row_products(num_rows: int, weight: Tensor, gated: int, has_bias: bool) -> Any:
+    """The module that multiplies some hundred rows, where that is faster than cuBLAS."""
+    if num_rows <= 32 or has_bias or weight.numel() < SMALL:
         return None
-    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != 9:
+    module = _on_hopper(weight.device)
+    if module is None or not module.fits(num_rows, weight):
+        return None
+    return module if module.is_faster(num_rows, *weight.shape, gated) else None
+
+
+@functools.cache
+def _on_hopper(device: torch.device) -> Any:
+    """The module, if this is a Hopper, and Triton has what it is written in."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     try:
-        module = importlib.import_module("outrider.kernels.gpu.row_products")
+        return importlib.import_module("outrider.kernels.gpu.row_products")
     except ImportError:
         return None
-    return module if module.fits(num_rows, weight) else None
 
 
-def is_faster(num_rows: int, weight: Tensor) -> bool:
+def is_faster(num_rows: int, weight: Tensor, gated: int = gates.NONE, *, has_bias: bool = False) -> bool:
     """Whether it is faster than cuBLAS: with few rows always, with more the smaller the weight, or the wider."""
-    if num_rows <= 16 or _is_better_sliced(num_rows, weight) or _row_products(num_rows, weight) is not None:
+    if num_rows <= 16 or _is_better_sliced(num_rows, weight):
+        return True
+    if _row_products(num_rows, weight, gated, has_bias) is not None:
         return True
     if weight.numel() < SMALL:
         return num_rows <= 32

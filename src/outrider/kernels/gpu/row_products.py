@@ -2,12 +2,13 @@
 drafts of some, where a product should take as long as reading its weights. A weight's rows are the M of wgmma and the
 input's rows its N, so that all of them share one tile: each weight is read once. A warp brings tiles of both with the
 copy engine (TMA) into a ring of shared memory while two warpgroups multiply. Where outputs are few, several programs
-share the inputs of one (split K), and a second launch adds up their sums in their order."""
+share the inputs of one (split K), and a second launch adds up their sums in their order, or they exchange them."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from operator import contains
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from triton.language.extra import cuda
 from outrider.kernels.gpu import gates, launch
 from outrider.kernels.gpu.epilogue import beside, finish
 from outrider.kernels.gpu.gates import activated
+from outrider.kernels.gpu.row_exchange import counters_for, exchange
 
 BLOCK = gl.constexpr(64)  # outputs of a product: the M of wgmma
 DEPTH = gl.constexpr(64)  # inputs of a step: 128 bytes, as far as the swizzle reaches
@@ -39,6 +41,15 @@ MAX_STAGES = 6
 ADDED_ROWS, ADDED_COLUMNS = 32, 64  # whose sums a program adds up
 MAX_SPLIT = 8
 MIN_STEPS = 6  # of a part: shorter ones are not worth their sums
+RESIDENT_ROWS = 256  # with more, a weight may just have been widened: it is not read before the launch before has ended
+# Gated or not, rows, outputs, inputs: where it was faster than cuBLAS on an H200 (scripts/h200/products.py, 2026-11-17
+# in docs/diary.md). Elsewhere it was slower, as fast within the copy that addmm_ saves, or not measured.
+ANY = 2**30
+FASTER = (
+    (True, range(33, 193), range(20480, ANY), range(2560, ANY)),  # Llama-3.1-8B, Qwen3-8B, Gemma-3-4B: 0.74 to 0.98
+    (True, range(193, 321), range(28672, ANY), range(4096, ANY)),  # Llama-3.1-8B: 0.91 to 0.93
+    (False, range(161, 193), range(4096, 4097), range(12288, 12289)),  # Qwen3-8B's way down: 0.72
+)
 copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.6 calls it the latter
 
 
@@ -47,6 +58,7 @@ class Tile:
     blocks: int  # of 64 outputs, for each of two warpgroups; a gate's product has one of gates and one of ups
     stages: int
     split: int = 1  # programs that share an output's inputs
+    joined: bool = False  # which exchange their sums (row_exchange.py), and need no second launch
 
 
 @gluon.jit
@@ -103,9 +115,11 @@ def _bring(
 
 @gluon.jit
 def _leave(
-    total, second, out, column, first_row, part, num_rows, num_columns, GATED: gl.constexpr, SUMS: gl.constexpr,
+    total, second, out, residual, column, first_row, part, num_rows, num_columns, residual_stride, begin, end,
+    GATED: gl.constexpr, SUMS: gl.constexpr, JOINED: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """Stores sums [BLOCK outputs, rows] as they are, SUMS of them for each output; or as the result."""
+    """Stores sums [BLOCK outputs, rows] as they are, SUMS of them for each output; or as the result, of some eights of
+    rows if they are JOINED."""
     NUM_ROWS: gl.constexpr = total.shape[1]
     if SUMS > 0:
         layout: gl.constexpr = total.type.layout
@@ -119,14 +133,21 @@ def _leave(
         result = gl.convert_layout(activated(total, second, 1.0, 0.0, GATED, kind).to(kind), STORED)
         row = first_row + gl.arange(0, NUM_ROWS, layout=gl.SliceLayout(0, STORED))[None, :]
         column = column + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, STORED))[:, None]
-        gl.store(out + row * num_columns + column, result, mask=(row < num_rows) & (column < num_columns))
+        fits = (row < num_rows) & (column < num_columns)
+        if JOINED:
+            fits = fits & (row // 8 >= begin) & (row // 8 < end)
+        if RESIDUAL:
+            more = gl.load(residual + row * residual_stride + column, mask=fits, other=0.0)
+            result = (result.to(gl.float32) + more.to(gl.float32)).to(kind)
+        gl.store(out + row * num_columns + column, result, mask=fits)
 
 
 @gluon.jit
 def _compute(
-    WHICH: gl.constexpr, weight_at, row_at, more_at, ready, free, out, num_pieces, num_steps, split, num_rows,
-    num_columns, GATED: gl.constexpr, SUMS: gl.constexpr, ROWS: gl.constexpr, MORE: gl.constexpr,
-    BLOCKS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    WHICH: gl.constexpr, weight_at, row_at, more_at, ready, free, out, residual, sums, counters, num_pieces, num_steps,
+    split, num_rows, num_columns, residual_stride, GATED: gl.constexpr, SUMS: gl.constexpr, JOINED: gl.constexpr,
+    RESIDUAL: gl.constexpr, ROWS: gl.constexpr, MORE: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: its half of the outputs of every piece of work, with sums for up to two blocks of them and for one
     or two blocks of rows. What is not there is as small as it can be."""
@@ -162,27 +183,45 @@ def _compute(
             total, second, other, second_other = warpgroup_mma_wait(0, [total, second, other, second_other])
             mbarrier.arrive(free.index(stage), count=1)
             turn += 1
+        own, own_end = part * ((ROWS + MORE) // 8) // split, (part + 1) * ((ROWS + MORE) // 8) // split
+        if JOINED:
+            total, second, other, second_other = exchange(
+                total, second, other, second_other, sums, counters, tile * 2 + WHICH, part, split, own, own_end,
+                ROWS, MORE, BLOCKS,
+            )  # fmt: skip
         column = (tile * 2 + WHICH) * BLOCK
         if GATED == 0:
             column = column * BLOCKS
-        _leave(total, second, out, column, 0, part, num_rows, num_columns, GATED, SUMS)
+        _leave(
+            total, second, out, residual, column, 0, part, num_rows, num_columns, residual_stride, own, own_end, GATED,
+            SUMS, JOINED, RESIDUAL,
+        )  # fmt: skip
         if MORE > 0:
-            _leave(other, second_other, out, column, ROWS, part, num_rows, num_columns, GATED, SUMS)
+            _leave(
+                other, second_other, out, residual, column, ROWS, part, num_rows, num_columns, residual_stride, own,
+                own_end, GATED, SUMS, JOINED, RESIDUAL,
+            )  # fmt: skip
         if BLOCKS == 2 and GATED == 0:
-            _leave(second, second, out, column + BLOCK, 0, part, num_rows, num_columns, GATED, SUMS)
+            _leave(
+                second, second, out, residual, column + BLOCK, 0, part, num_rows, num_columns, residual_stride, own,
+                own_end, GATED, SUMS, JOINED, RESIDUAL,
+            )  # fmt: skip
             if MORE > 0:
-                _leave(second_other, second_other, out, column + BLOCK, ROWS, part, num_rows, num_columns, GATED, SUMS)
+                _leave(
+                    second_other, second_other, out, residual, column + BLOCK, ROWS, part, num_rows, num_columns,
+                    residual_stride, own, own_end, GATED, SUMS, JOINED, RESIDUAL,
+                )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_pieces", "num_steps", "split"])
+@gluon.jit(do_not_specialize=["num_rows", "num_pieces", "num_steps", "split", "counters"])
 def _row_products(
-    weights, rows, more_rows, out, num_pieces, num_steps, split, num_rows, num_columns, GATED: gl.constexpr,
-    SUMS: gl.constexpr, ROWS: gl.constexpr, MORE: gl.constexpr, BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr,
+    weights, rows, more_rows, out, residual, sums, counters, num_pieces, num_steps, split, num_rows, num_columns,
+    residual_stride, GATED: gl.constexpr, SUMS: gl.constexpr, JOINED: gl.constexpr, RESIDUAL: gl.constexpr,
+    ROWS: gl.constexpr, MORE: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """out [T, N]; GATED, a gate's number: the weight's rows are gates, then ups; the result is act(gate) * up. Or, with
-    SUMS, out [split, N, SUMS] in float32: of every part of the inputs, rows beyond T too. The input's rows come as
-    ROWS and MORE, powers of two."""
+    SUMS, out [split, N, SUMS] in float32: of every part of the inputs, rows beyond T too. Or parts are JOINED: they
+    exchange them, and a residual may be added. The input's rows come as ROWS and MORE, powers of two."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     kind: gl.constexpr = weights.dtype
     weight_at = gl.allocate_shared_memory(kind, [STAGES * 2 * BLOCKS, BLOCK, DEPTH], TILE)
@@ -199,12 +238,14 @@ def _row_products(
     gl.warp_specialize(
         [
             (_compute, (
-                0, weight_at, row_at, more_at, ready, free, out, num_pieces, num_steps, split, num_rows, num_columns,
-                GATED, SUMS, ROWS, MORE, BLOCKS, STAGES, EARLY,
+                0, weight_at, row_at, more_at, ready, free, out, residual, sums, counters, num_pieces, num_steps,
+                split, num_rows, num_columns, residual_stride, GATED, SUMS, JOINED, RESIDUAL, ROWS, MORE, BLOCKS,
+                STAGES, EARLY,
             )),
             (_compute, (
-                1, weight_at, row_at, more_at, ready, free, out, num_pieces, num_steps, split, num_rows, num_columns,
-                GATED, SUMS, ROWS, MORE, BLOCKS, STAGES, EARLY,
+                1, weight_at, row_at, more_at, ready, free, out, residual, sums, counters, num_pieces, num_steps,
+                split, num_rows, num_columns, residual_stride, GATED, SUMS, JOINED, RESIDUAL, ROWS, MORE, BLOCKS,
+                STAGES, EARLY,
             )),
             (_bring, (
                 weights, rows, more_rows, weight_at, row_at, more_at, ready, free, num_pieces, num_steps, split,
@@ -267,19 +308,27 @@ def linear(
     num_columns = height // 2 if gated else height
     out = x.new_empty(num_rows, num_columns) if out is None else out
     tile = tile or tile_for(num_rows, height, inner, gated, _processors(x.device))
-    num_steps, early = triton.cdiv(inner, DEPTH.value), launch.early(x)
+    num_steps, early = triton.cdiv(inner, DEPTH.value), launch.early(x) and num_rows <= RESIDENT_ROWS
     split = min(tile.split, num_steps)
     first, more = blocks_of_rows(num_rows)
-    at_once = split == 1 and bias is None and residual is None and (not gated or tile.blocks == 2)
+    num_tiles = triton.cdiv(height, 2 * BLOCK.value * tile.blocks)
+    num_pieces = num_tiles * split
+    whole = bias is None and (not gated or tile.blocks == 2)
+    counters = counters_for(x.device, 2 * num_tiles) if tile.joined and split > 1 and whole else None
+    joined = counters is not None
+    at_once = whole and (joined or (split == 1 and residual is None))
     gate = gated if at_once else gates.NONE  # on the way out of the first launch
     sums = out
-    if not at_once:
-        sums = torch.empty(split, height, first + more, dtype=torch.float32, device=x.device)
-    num_pieces = triton.cdiv(height, 2 * BLOCK.value * tile.blocks) * split
+    if joined or not at_once:
+        outputs = num_tiles * 2 * BLOCK.value * tile.blocks if joined else height
+        sums = torch.empty(split, outputs, first + more, dtype=torch.float32, device=x.device)
     _row_products[(min(num_pieces, _processors(x.device)),)](
-        _tiles(weight, BLOCK.value), _tiles(x, first), _tiles(x, more or first), sums, num_pieces, num_steps, split,
-        num_rows, num_columns if gate else height, GATED=int(gate), SUMS=0 if at_once else first + more, ROWS=first,
-        MORE=more, BLOCKS=tile.blocks, STAGES=tile.stages, EARLY=early, num_warps=4, **launch.options(early),
+        _tiles(weight, BLOCK.value), _tiles(x, first), _tiles(x, more or first), out if at_once else sums,
+        out if residual is None else residual, sums, sums if counters is None else counters, num_pieces, num_steps,
+        split, num_rows, num_columns if gate else height, 0 if residual is None else residual.stride(0),
+        GATED=int(gate), SUMS=0 if at_once else first + more, JOINED=joined,
+        RESIDUAL=joined and residual is not None, ROWS=first, MORE=more, BLOCKS=tile.blocks, STAGES=tile.stages,
+        EARLY=early, num_warps=4, **launch.options(early),
     )  # fmt: skip
     if not at_once:
         _add_up[(triton.cdiv(num_rows, ADDED_ROWS), triton.cdiv(num_columns, ADDED_COLUMNS))](
@@ -291,6 +340,12 @@ def linear(
     return out
 
 
+def is_faster(num_rows: int, height: int, inner: int, gated: int) -> bool:
+    """Than cuBLAS with what follows: what was measured, and wider ones."""
+    shape = (num_rows, height, inner)
+    return any(is_gated == bool(gated) and all(map(contains, sizes, shape)) for is_gated, *sizes in FASTER)
+
+
 def fits(num_rows: int, weight: Tensor) -> bool:
     """Whether a product like this can be computed here: what the copy engine and the registers can be given."""
     is_narrow = weight.dtype in (torch.bfloat16, torch.float16)
@@ -298,14 +353,17 @@ def fits(num_rows: int, weight: Tensor) -> bool:
 
 
 def tile_for(num_rows: int, height: int, inner: int, gated: int, processors: int) -> Tile:
-    """Not measured yet. Many outputs to a program, for the input's rows are read once for each; a program for every
-    multiprocessor, as far as parts are long enough; as many stages as there is room for."""
-    num_sums = sum(blocks_of_rows(num_rows)) * BLOCK.value // 128  # of a thread, for a block of outputs
-    blocks = 2 if 2 * num_sums <= MAX_SUMS else 1
+    """The fastest where it is used. A gate's outputs have the largest tile that registers hold, whose result goes out
+    at once. Others have a program for every multiprocessor, as far as parts are long enough; with twice the outputs in
+    a tile there would be twice the parts, and their sums cost more than the rows that are read less often."""
+    covered = sum(blocks_of_rows(num_rows))
+    blocks = 2 if gated and 2 * covered * BLOCK.value // 128 <= MAX_SUMS else 1
+    stages = most_stages(num_rows, blocks)
+    if blocks == 2:
+        return Tile(2, 3 if covered > 64 else stages)
     most = min(MAX_SPLIT, inner // (DEPTH.value * MIN_STEPS))
-    split = processors // triton.cdiv(height, 2 * BLOCK.value * blocks)
-    split = 1 if gated and blocks == 2 else max(min(split, most), 1)
-    return Tile(blocks, most_stages(num_rows, blocks), split)
+    split = min(processors // triton.cdiv(height, 2 * BLOCK.value), most)
+    return Tile(1, stages, max(split, 1))
 
 
 def most_stages(num_rows: int, blocks: int) -> int:
