@@ -90,18 +90,18 @@ def paged_attention(
         )
     if use_triton(q):
         from outrider.kernels.gpu import attention as gpu
+        from outrider.kernels.gpu import lone_rows
 
-        return gpu.paged_attention(
-            q,
-            pages,
-            _keys(batch, options),
-            options.scale * options.scales.key,
-            window=options.window,
-            softcap=options.softcap,
-            sinks=sinks,
-            value_scale=options.scales.value,
-            parts=EXACT_PARTS if options.exact else None,
-        )
+        keys, scale = _keys(batch, options), options.scale * options.scales.key
+        given = {
+            "window": options.window,
+            "softcap": options.softcap,
+            "sinks": sinks,
+            "value_scale": options.scales.value,
+        }
+        if not options.exact and lone_rows.fits(q, pages, keys):
+            return lone_rows.attend_rows(q, pages, keys, scale, **given)
+        return gpu.paged_attention(q, pages, keys, scale, parts=EXACT_PARTS if options.exact else None, **given)
     return paged_attention_reference(q, pages, batch, options, sinks)
 
 
