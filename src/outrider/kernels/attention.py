@@ -4,7 +4,7 @@ sinks, and both ways within blocks."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ def paged_attention(
         from outrider.kernels.gpu import lone_rows
 
         keys, scale = _keys(batch, options), options.scale * options.scales.key
-        given = {
+        given: dict[str, Any] = {
             "window": options.window,
             "softcap": options.softcap,
             "sinks": sinks,

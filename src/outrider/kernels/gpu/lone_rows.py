@@ -1,7 +1,7 @@
-"""Attention where everybody has one row, as few steps after one another as there can be. What a program is to do is one
-look-up, its pages the next; then it asks for all keys and values of its first block, into registers, and only then waits
-for the launch before it, which makes queries and the newest key. For a few hundred keys that block is all of its part,
-and there is no loop; longer texts go on with that of attention.py. Parts are put together with one look-up of all."""
+"""Attention where everybody has one row, as few steps after one another as there can be. What a program is to do is
+one look-up, its pages the next; then it asks for all keys and values of its first block, into registers, and only then
+waits for the launch before it, which makes queries and the newest key. For a few hundred keys that block is all of its
+part, and there is no loop; longer texts go on with that of attention.py. Parts are put together after one look-up."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ PIECE_DIM = tl.constexpr(128)  # numbers of a key that are multiplied at a time
 
 @dataclass(frozen=True)
 class Rows:
-    """How a program reads: keys at a time, by so many warps, each program a slice of the values; keys that are worth a
-    program of their own, if not as many; and whether it asks for them before it waits."""
+    """How a program reads. Forms that fill registers twice over (128 keys of 128 numbers by 4 warps, twice as many by
+    8) spill; docs/diary.md has what each makes of one row."""
 
-    keys: int
+    keys: int  # at a time
     warps: int
-    slices: int = 1
-    least_keys: int | None = None
-    ahead: bool = True
+    slices: int = 1  # of the values, each a program of its own
+    least_keys: int | None = None  # that are worth a program, if not as many
+    loop_keys: int | None = None  # at a time, of what is left of a longer text, if not as many
+    ahead: bool = True  # they are asked for before the launch before this one has ended
+    signals: bool = False  # the next launch may begin while parts are put together: most of the device is free
 
 
 CHOSEN: dict[int, Rows] = {}  # by a head's size; others are read by attention.py. None has been timed on a GPU yet
@@ -60,7 +62,7 @@ def _together(
             top = tl.load(maxima + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
             one = tl.load(sums + at, mask=exists, other=0.0, cache_modifier=".cg")
             value = tl.load(value_at, mask=exists[:, None] & fits, other=0.0, cache_modifier=".cg")
-            tops, seen, values = tops + (top,), seen + (one,), values + (value,)  # noqa: RUF005
+            tops, seen, values = tops + (top,), seen + (one,), values + (value,)  # type: ignore[assignment] # noqa: RUF005
             at += stride
         better = best
         for number in tl.static_range(PIECE):
@@ -78,18 +80,18 @@ def _together(
 
 @triton.jit
 def _ask(at, exists, before, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, FIRST: tl.constexpr):
-    """Heads from at [N, 1] on, piece by piece. FIRST: before anything was asked for; else what is not asked for now stays
-    as it was before."""
+    """Heads from at [N, 1] on, piece by piece. FIRST: nothing was asked for yet; else what is not asked for now is as
+    it was before."""
     SIZE: tl.constexpr = MAIN if MAIN < PIECE_DIM else PIECE_DIM
     found = ()
     for number in tl.static_range(MAIN // SIZE):
         place = number * SIZE + tl.arange(0, SIZE)[None, :]
         other = 0.0 if FIRST else before[number]
-        found = found + (tl.load(at + place, mask=exists & (place < DIM), other=other),)  # noqa: RUF005
+        found = found + (tl.load(at + place, mask=exists & (place < DIM), other=other),)  # type: ignore[assignment] # noqa: RUF005
     if REST > 0:
         place = MAIN + tl.arange(0, REST)[None, :]
         other = 0.0 if FIRST else before[MAIN // SIZE]
-        found = found + (tl.load(at + place, mask=exists & (place < DIM), other=other),)  # noqa: RUF005
+        found = found + (tl.load(at + place, mask=exists & (place < DIM), other=other),)  # type: ignore[assignment] # noqa: RUF005
     return found
 
 
@@ -111,8 +113,8 @@ def _attend_rows(
     PAGE: tl.constexpr, WIDE: tl.constexpr, ITEM: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     VALUE: tl.constexpr, SLICES: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, IEEE: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, LOOP_N: tl.constexpr, IEEE: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr,
+    AHEAD: tl.constexpr, SIGNALS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As attention._attend for requests of one row. VALUE: numbers of a slice of the values. The list is looked up by
     loads that are volatile only so that none of them is put off until another one is here."""
@@ -169,13 +171,13 @@ def _attend_rows(
         best, weight, score, key, index, index, first_key, scale, softcap, True, WINDOW, SOFTCAP, False
     )
     total = tl.dot(share.to(values.dtype), values, input_precision=precision)
-    later = block + parts
-    if later < high:  # a longer text
-        whole, rest = _ask_whole(q_at, inside[:, None], DIM, MAIN, REST)
+    rest = (low + parts) * BLOCK_N
+    if rest <= newest:  # a longer text
+        whole, query_rest = _ask_whole(q_at, inside[:, None], DIM, MAIN, REST)
         best, weight, total = attend_blocks(
-            best, weight, total, whole, rest, index, index, keys_at, values_at, table, begin, newest + 1, later,
-            high, later % parts, parts, key_row, value_row, first_key, scale, softcap, PAGE, WIDE, True, WINDOW,
-            SOFTCAP, DIM, MAIN, REST, VALUE, False, BLOCK_VALUE, BLOCK_N, IEEE,
+            best, weight, total, whole, query_rest, index, index, keys_at, values_at, table, rest, newest + 1,
+            rest // LOOP_N, tl.cdiv(newest + 1, LOOP_N), part, parts, key_row, value_row, rest, scale, softcap, PAGE,
+            WIDE, True, WINDOW, SOFTCAP, DIM, MAIN, REST, VALUE, False, BLOCK_VALUE, LOOP_N, IEEE,
         )  # fmt: skip
     if parts > 1:
         here, num_places = tl.program_id(0), num_kv_heads * SLICES
@@ -183,6 +185,8 @@ def _attend_rows(
             best, weight, total, maxima, sums, partial, counters + counter * num_places + here, inside,
             first_part.to(tl.int64), part, parts, here, num_places, VALUE, BLOCK_VALUE, BLOCK_M,
         ):  # fmt: skip
+            if SIGNALS and EARLY:
+                tl.extra.cuda.gdc_launch_dependents()
             few = tl.arange(0, LANES)
             best_of_all, weight_of_all, total_of_all = _together(
                 maxima, sums, partial, first_part.to(tl.int64), parts, few < GROUP, here, num_places, VALUE,
@@ -247,8 +251,10 @@ def attend_rows(
         table.stride(0), scale * LOG2_E, value_scale, softcap * LOG2_E, num_heads, num_kv_heads, keys.first_key,
         keys.page_size, any(len(each) * each.stride(0) >= 2**31 for each in pages),
         ITEM=ITEM, GROUP=group, WINDOW=window, HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main,
-        REST=rest, VALUE=value_dim, SLICES=slices, BLOCK_VALUE=block_value, BLOCK_M=BLOCK_M, BLOCK_N=chosen.keys, IEEE=q.dtype == torch.float32,
-        LANES=lanes, PIECE=max(piece, 2), AHEAD=chosen.ahead, EARLY=early,
+        REST=rest, VALUE=value_dim, SLICES=slices,
+        BLOCK_VALUE=block_value, BLOCK_M=BLOCK_M, BLOCK_N=chosen.keys,
+        LOOP_N=chosen.loop_keys or chosen.keys, IEEE=q.dtype == torch.float32,
+        LANES=lanes, PIECE=max(piece, 2), AHEAD=chosen.ahead, SIGNALS=chosen.signals, EARLY=early,
         num_warps=chosen.warps, num_stages=2, **launch.options(early),
     )  # fmt: skip
     return out
