@@ -13,7 +13,7 @@ from samples import Oracle, drafter_settings, guide
 from outrider import LLM, SamplingParams
 from outrider.engine import graphs
 from outrider.kernels import dispatch
-from outrider.kernels.gpu import attention_work, fresh_attention
+from outrider.kernels.gpu import attention_work, fresh_attention, lone_rows
 from outrider.layers import norm
 from outrider.llm import total_speculation
 
@@ -65,12 +65,19 @@ def test_models_on_interpreted_kernels(
 
 
 @pytest.mark.usefixtures("recording")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
-def test_single_rows_from_what_is_projected(
-    family: str, target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "kernel"),
+    [
+        *((family, "attend_fresh") for family in ("llama", "qwen3", "gpt_oss")),
+        *((family, "attend_rows") for family in ("gemma3", "gpt_oss", "deepseek_v3")),
+    ],
+)
+def test_single_rows_by_their_own_kernels(
+    family: str, kernel: str, target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several requests at once, which begin and end at different times, with norms of heads, windows and sinks."""
-    path = target_path(family, num_hidden_layers=2, head_dim=16)
+    """Several requests at once, which begin and end at different times, with norms, windows, sinks, latents."""
+    sizes = {} if family == "deepseek_v3" else {"head_dim": 16}
+    path = target_path(family, num_hidden_layers=2, **sizes)
     options: dict[str, Any] = {"max_model_len": 48, "device": "cpu", "dtype": "float32", "page_size": 4}
     prompts = [PROMPT, [7], PROMPT * 2]
     params = [replace(PARAMS, max_tokens=count) for count in (5, 7, 3)]
@@ -80,10 +87,13 @@ def test_single_rows_from_what_is_projected(
     monkeypatch.setattr(dispatch, "is_home", lambda x: True)
     monkeypatch.setattr(attention_work, "WANTED_PROGRAMS", 4)
     monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))
-    monkeypatch.setattr(fresh_attention, "ENABLED", True)
-    launches = []
-    attend = fresh_attention.attend_fresh
-    monkeypatch.setattr(fresh_attention, "attend_fresh", lambda *a, **k: launches.append(1) or attend(*a, **k))
+    module: Any = fresh_attention if kernel == "attend_fresh" else lone_rows
+    if module is lone_rows:
+        monkeypatch.setattr(lone_rows, "CHOSEN", dict.fromkeys(range(1024), lone_rows.Rows(16, 4, slices=2)))
+    else:
+        monkeypatch.setattr(fresh_attention, "ENABLED", True)
+    launches, attend = [], getattr(module, kernel)
+    monkeypatch.setattr(module, kernel, lambda *a, **k: launches.append(1) or attend(*a, **k))
     with LLM(path, None, **options) as llm:
         found = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
         assert llm.engine.num_recorded_rounds > 0

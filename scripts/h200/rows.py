@@ -5,7 +5,7 @@ recorded: a line for each shape and form, and the best of each shape. Batch 1, c
 
 As lean.py: every shape is a process, all of them compile side by side with a few layers (every second form in a process
 of its own), then they are timed one after the other. A shape's engine is made once; between two forms only what is
-recorded of steps is dropped. The first form (none: `attention.py`) is timed again at the end, which says how much
+recorded of steps is dropped. The first form (`attention.py` as it is) is timed again at the end, which says how much
 figures stray. Every form is first compared with attention.py on random numbers. `SMOKE=1 TRITON_INTERPRET=1`: on a
 CPU."""
 
@@ -26,16 +26,21 @@ from outrider.engine.engine import Engine
 from outrider.kernels.gpu import attention, attention_work, lone_rows
 from outrider.kernels.gpu.lone_rows import Rows
 
-# by group of lean.py: heads, key heads, a head's size and a value's, and what is tried
-FORMS: dict[str, tuple[tuple[int, int, int, int], list[Rows | None]]] = {
+USUAL = 8 if SMOKE else attention_work.WANTED_PROGRAMS  # an interpreter has no use for many
+HALF = USUAL // 2
+# by group of lean.py: heads, key heads, a head's size and a value's, and what is tried;
+# a number: attention.py, with room for so many programs
+FORMS: dict[str, tuple[tuple[int, int, int, int], list[Rows | int]]] = {
     "llama-int4": (
         (32, 8, 128, 128),
         [
-            None,
+            USUAL,
+            HALF,
             Rows(64, 4),
             Rows(64, 8),
             Rows(32, 4),
             Rows(128, 8),
+            Rows(64, 8, num_programs=HALF),
             Rows(64, 8, loop_keys=128),
             Rows(64, 8, ahead=False),
             Rows(64, 8, signals=True),
@@ -44,11 +49,13 @@ FORMS: dict[str, tuple[tuple[int, int, int, int], list[Rows | None]]] = {
     "gemma-3-4b": (
         (8, 4, 256, 256),
         [
-            None,
+            USUAL,
+            HALF,
             Rows(32, 4),
             Rows(32, 8),
             Rows(64, 8),
             Rows(32, 8, slices=2),
+            Rows(32, 8, num_programs=HALF),
             Rows(32, 8, ahead=False),
             Rows(32, 8, signals=True),
         ],
@@ -56,11 +63,13 @@ FORMS: dict[str, tuple[tuple[int, int, int, int], list[Rows | None]]] = {
     "smollm2-135m": (
         (9, 3, 64, 64),
         [
-            None,
+            USUAL,
+            HALF,
             Rows(64, 4),
             Rows(128, 4),
             Rows(128, 8),
             Rows(256, 8, least_keys=1024),
+            Rows(64, 4, num_programs=HALF),
             Rows(64, 4, ahead=False),
             Rows(64, 4, signals=True),
         ],
@@ -68,37 +77,41 @@ FORMS: dict[str, tuple[tuple[int, int, int, int], list[Rows | None]]] = {
     "deepseek-v2-lite": (
         (16, 1, 576, 512),
         [
-            None,
+            USUAL,
+            HALF,
             Rows(64, 8, slices=4),
             Rows(64, 8, slices=8),
             Rows(32, 8, slices=8),
+            Rows(64, 8, slices=8, num_programs=HALF),
             Rows(64, 8, slices=8, ahead=False),
             Rows(64, 8, slices=8, signals=True),
         ],
     ),
 }
 DEVICE, KIND, PAGE = ("cpu", torch.float32, 4) if SMOKE else ("cuda", torch.bfloat16, 16)
-if SMOKE:
-    attention_work.WANTED_PROGRAMS = 8  # an interpreter has no use for many
 MAX_ERROR = 0.02
 COMPILE_SECONDS, MAX_SECONDS = (120, 90) if SMOKE else (60, 30)
 
 
-def name_of(form: Rows | None) -> str:
-    if form is None:
-        return "attention.py"
+def name_of(form: Rows | int) -> str:
+    if isinstance(form, int):
+        return f"attention.py, {form} programs"
     words = [f"{form.keys} keys", f"{form.warps} warps"]
     words += [f"{form.slices} slices"] if form.slices > 1 else []
     words += [f"parts of {form.least_keys}"] if form.least_keys else []
+    words += [f"{form.num_programs} programs"] if form.num_programs else []
     words += [f"then {form.loop_keys}"] if form.loop_keys else []
     words += [] if form.ahead else ["asks late"]
     return ", ".join(words + (["next one begins early"] if form.signals else []))
 
 
-def choose(engine: Engine, form: Rows | None, dim: int) -> None:
+def choose(engine: Engine, form: Rows | int, dim: int) -> None:
     """From now on, for what is recorded from now on."""
     lone_rows.CHOSEN.clear()
-    if form is not None:
+    attention_work.WANTED_PROGRAMS = USUAL
+    if isinstance(form, int):
+        attention_work.WANTED_PROGRAMS = form
+    else:
         lone_rows.CHOSEN[dim] = form
     if engine.graphs is not None:
         recordings = engine.graphs._recordings
@@ -132,7 +145,7 @@ def error_of(form: Rows, heads: tuple[int, int, int, int]) -> float:
     return worst
 
 
-def measure(name: str, forms: Sequence[Rows | None], *, is_trial: bool) -> None:
+def measure(name: str, forms: Sequence[Rows | int], *, is_trial: bool) -> None:
     heads, group, num_rounds = FORMS[name][0], GROUPS[name], 2 if is_trial else NUM_ROUNDS
     config = EngineConfig(
         group.shape,
@@ -152,7 +165,7 @@ def measure(name: str, forms: Sequence[Rows | None], *, is_trial: bool) -> None:
         for form in forms:
             said, error = name_of(form), 0.0
             try:
-                if form is not None and (not SMOKE or (form == FORMS[name][1][1] and not is_trial)):
+                if isinstance(form, Rows) and (not SMOKE or (form == FORMS[name][1][2] and not is_trial)):
                     error = error_of(form, heads)
                 choose(engine, form, heads[2])
                 cost = steady(engine, 1, CONTEXT, num_rounds)
@@ -184,7 +197,7 @@ def work(name: str) -> None:
         return
     print(READY, flush=True)
     if sys.stdin.readline().strip() == GO:
-        attempt(name, lambda: measure(name, [*forms, None], is_trial=False))
+        attempt(name, lambda: measure(name, [*forms, USUAL], is_trial=False))
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ class Rows:
     warps: int
     slices: int = 1  # of the values, each a program of its own
     least_keys: int | None = None  # that are worth a program, if not as many
+    num_programs: int | None = None  # that the list has room for, if not as many as usual: most find nothing to do
     loop_keys: int | None = None  # at a time, of what is left of a longer text, if not as many
     ahead: bool = True  # they are asked for before the launch before this one has ended
     signals: bool = False  # the next launch may begin while parts are put together: most of the device is free
@@ -235,7 +236,7 @@ def attend_rows(
         return out
     chosen, group, table = CHOSEN[dim], num_heads // num_kv_heads, keys.page_table
     slices = chosen.slices if value_dim % (chosen.slices * 16) == 0 else 1
-    form = Form(ANY, BLOCK_M, chosen.keys, chosen.warps, least_keys=chosen.least_keys)
+    form = Form(ANY, BLOCK_M, chosen.keys, chosen.warps, num_programs=chosen.num_programs, least_keys=chosen.least_keys)
     num_places, value_dim = num_kv_heads * slices, value_dim // slices
     work, is_new = work_for(keys, group, num_places, form, window, None)
     early = not is_new and launch.early(q)
