@@ -19,6 +19,7 @@ from outrider.kernels.gpu.attention_work import ANY, ITEM, Form, Keys, work_for
 from outrider.kernels.gpu.page_bits import softmax_step
 
 BLOCK_M = 16  # lanes: the heads that share a key head
+MOST_ROWS = 8  # of a pass: more of them keep a device busy as they are
 MOST_PARTS = 8  # that are looked up at once
 HELD = 64  # numbers of them that a thread holds
 PIECE_DIM = tl.constexpr(128)  # numbers of a key that are multiplied at a time
@@ -205,10 +206,13 @@ def _attend_rows(
 
 
 def fits(q: Tensor, pages: tuple[Tensor, Tensor], keys: Keys) -> bool:
-    """Whether everybody has one row, whose newest key is its own, and such heads are read here."""
-    num_heads, dim = q.shape[1:]
+    """Whether everybody has one row, whose newest key is its own, and such heads are read here. (A GPU's registers are
+    not made for float32.)"""
+    num_rows, num_heads, dim = q.shape
     return (
         dim in CHOSEN
+        and num_rows <= MOST_ROWS
+        and (q.element_size() == 2 or not q.is_cuda)
         and keys.max_rows == 1
         and keys.last_key is None
         and pages[0].dtype == q.dtype
