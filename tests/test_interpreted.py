@@ -13,7 +13,7 @@ from samples import Oracle, drafter_settings, guide
 from outrider import LLM, SamplingParams
 from outrider.engine import graphs
 from outrider.kernels import dispatch
-from outrider.kernels.gpu import attention_work
+from outrider.kernels.gpu import attention_work, lone_rows
 from outrider.layers import norm
 from outrider.llm import total_speculation
 
@@ -62,3 +62,30 @@ def test_models_on_interpreted_kernels(
             assert again.outputs[0].token_ids == plain[3:]
     assert outputs[0].outputs[0].token_ids == plain
     assert total_speculation(outputs).accepted > 0
+
+
+@pytest.mark.usefixtures("recording")
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v3"])
+def test_single_rows_by_their_own_kernel(
+    family: str, target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several requests at once, which begin and end at different times, with norms, windows, sinks, latents."""
+    sizes = {} if family == "deepseek_v3" else {"head_dim": 16}
+    path = target_path(family, num_hidden_layers=2, **sizes)
+    options: dict[str, Any] = {"max_model_len": 48, "device": "cpu", "dtype": "float32", "page_size": 4}
+    prompts = [PROMPT, [7], PROMPT * 2]
+    params = [replace(PARAMS, max_tokens=count) for count in (5, 7, 3)]
+    with LLM(path, None, enforce_eager=True, **options) as llm:
+        plain = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
+    monkeypatch.setattr(dispatch.native, "library", lambda: None)
+    monkeypatch.setattr(dispatch, "is_home", lambda x: True)
+    monkeypatch.setattr(attention_work, "WANTED_PROGRAMS", 4)
+    monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))
+    monkeypatch.setattr(lone_rows, "CHOSEN", dict.fromkeys(range(1024), lone_rows.Rows(16, 4, slices=2)))
+    launches, attend = [], lone_rows.attend_rows
+    monkeypatch.setattr(lone_rows, "attend_rows", lambda *a, **k: launches.append(1) or attend(*a, **k))
+    with LLM(path, None, **options) as llm:
+        found = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
+        assert llm.engine.num_recorded_rounds > 0
+    assert found == plain
+    assert len(launches) >= 2

@@ -174,7 +174,7 @@ class Measuring:
         )
         if SMOKE:
             config = replace(config, speculative=replace(speculative, quantization=None) if drafts else None)
-        engine = random_engine(config, self._shape())
+        engine = random_engine(config, self.sizes())
         try:
             costs = [steady(engine, rows, length, num_rounds) for rows, length in contexts]
             return costs, pass_bytes(engine, 1 + K if drafts else 1) / TERABYTES / 1e9
@@ -183,7 +183,7 @@ class Measuring:
             del engine
             free_memory()
 
-    def _shape(self) -> dict[str, Any]:
+    def sizes(self) -> dict[str, Any]:
         shape = shape_of(self.group.shape)
         if SMOKE and shape["architectures"] == TINY["architectures"]:
             return TINY
@@ -275,9 +275,9 @@ class Worker:
     lines: Queue[str]  # an empty one is the end
 
     @classmethod
-    def start(cls, name: str) -> Worker:
+    def start(cls, name: str, script: str = __file__) -> Worker:
         errors, lines = Path(tempfile.mkdtemp()) / f"{name}.err", Queue[str]()
-        command = [sys.executable, __file__, "--work", name]
+        command = [sys.executable, script, "--work", name]
         with errors.open("w") as stderr:
             process = subprocess.Popen(
                 command, stdin=PIPE, stdout=PIPE, stderr=stderr, text=True, start_new_session=True

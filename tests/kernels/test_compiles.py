@@ -99,6 +99,45 @@ def test_pages_in_fp8_are_widened_in_pairs(rows: int, dim: int, is_latent: int) 
     assert found.returncode == 0, found.stderr[-2000:]
 
 
+LONE_ROWS = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from outrider.kernels.gpu import attention_work, lone_rows
+
+kernel, (keys, warps, dim, slices) = lone_rows._attend_rows, map(int, sys.argv[1:])
+value = dim // 64 * 64 // slices
+constants = dict(
+    PAGE=16, ITEM=attention_work.ITEM, GROUP=3, WINDOW=90, HAS_SINKS=True, SOFTCAP=True, DIM=dim, MAIN=dim // 64 * 64,
+    REST=dim % 64, VALUE=value, SLICES=slices, BLOCK_VALUE=value, BLOCK_M=16, BLOCK_N=keys, LOOP_N=64, LANES=4, PIECE=4,
+    AHEAD=True, SIGNALS=True, EARLY=True,
+)
+names = kernel.arg_names
+constants |= {name: False for name in names if name.isupper() and name not in constants}
+types = dict.fromkeys(("q", "out", "sinks", "k_pages", "v_pages"), "*bf16")
+types |= dict.fromkeys(("partial", "maxima", "sums"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
+types |= dict.fromkeys(("items", "counters", "page_table"), "*i32") | {"value_scale": "fp32"}
+signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+values = {(names.index(name),): value for name, value in constants.items()}
+whole = [name for name in names if name.endswith(("_row", "_head", "_pages")) or name == "q"]
+hints = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
+source = ASTSource(kernel, signature, constexprs=values, attrs=hints)
+code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+before, after = code.split("griddepcontrol.wait", 1)
+assert before.count("ld.global.v4") >= keys * (dim + value) // (8 * 32 * warps), "keys that are asked for late"
+assert "griddepcontrol.launch_dependents" in after
+"""
+
+
+@pytest.mark.parametrize(("keys", "warps", "dim", "slices"), [(64, 4, 128, 1), (32, 8, 256, 2), (32, 8, 544, 4)])
+def test_single_rows_ask_for_keys_before_they_wait(keys: int, warps: int, dim: int, slices: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", LONE_ROWS, str(keys), str(warps), str(dim), str(slices)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert found.returncode == 0, found.stderr[-2000:]
+
+
 FEW_BITS = """
 from triton import compile
 from triton.backends.compiler import GPUTarget

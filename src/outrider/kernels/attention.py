@@ -2,6 +2,7 @@
 sinks, and both ways within blocks."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,7 @@ def paged_attention(
         )
     if use_triton(q):
         from outrider.kernels.gpu import attention as gpu
+        from outrider.kernels.gpu import lone_rows
         from outrider.kernels.gpu.attention_work import Keys
 
         keys = Keys(
@@ -96,15 +98,14 @@ def paged_attention(
             max_rows=batch.max_rows,
             memo=batch.memo,
         )
-        return gpu.paged_attention(
-            q,
-            pages,
-            keys,
-            options.scale * options.scales.key,
-            window=options.window,
-            softcap=options.softcap,
-            sinks=sinks,
-            value_scale=options.scales.value,
-            parts=EXACT_PARTS if options.exact else None,
-        )
+        scale = options.scale * options.scales.key
+        given: dict[str, Any] = {
+            "window": options.window,
+            "softcap": options.softcap,
+            "sinks": sinks,
+            "value_scale": options.scales.value,
+        }
+        if not options.exact and lone_rows.fits(q, pages, keys):
+            return lone_rows.attend_rows(q, pages, keys, scale, **given)
+        return gpu.paged_attention(q, pages, keys, scale, parts=EXACT_PARTS if options.exact else None, **given)
     return paged_attention_reference(q, pages, batch, options, sinks)

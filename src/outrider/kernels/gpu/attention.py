@@ -200,7 +200,7 @@ def paged_attention(
     if not num_rows:
         return out
     group = num_heads // num_kv_heads
-    main, rest = _split(dim)
+    main, rest = split_dim(dim)
     last_key, table = keys.last_key, keys.page_table
     forms = forms_for(keys, group, (dim, value_dim), q.element_size(), parts)
     prompts = _prompt_attention(q.device) if forms[0].block_m == 128 else None
@@ -300,7 +300,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _split(dim: int) -> tuple[int, int]:
+def split_dim(dim: int) -> tuple[int, int]:
     """A head in two pieces whose sizes are powers of two: 576 = 512 + 64."""
     whole = triton.next_power_of_2(dim)
     if whole == dim or dim < 32:

@@ -48,8 +48,10 @@ def leave(
 def finish(
     best, weight, total, sinks, out, first_row, lane, kv_head, num_heads, inside, value_scale,
     GROUP: tl.constexpr, HAS_SINKS: tl.constexpr, VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    SLICES: tl.constexpr = 1, piece=0,
 ):  # fmt: skip
-    """Stores what rows have seen, over their weight."""
+    """Stores what rows have seen, over their weight. SLICES: there are so many times VALUE numbers, of which these are
+    a piece."""
     head = kv_head * GROUP + lane % GROUP
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -60,7 +62,7 @@ def finish(
     total = tl.where(weight[:, None] > 0, total / weight[:, None], 0.0) * value_scale
     value_place = tl.arange(0, BLOCK_VALUE)
     cell = (first_row + lane // GROUP).to(tl.int64) * num_heads + head
-    at = out + cell[:, None] * VALUE + value_place[None, :]
+    at = out + (cell * SLICES + piece)[:, None] * VALUE + value_place[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=inside[:, None] & (value_place < VALUE)[None, :])
 
 

@@ -18,8 +18,8 @@ WANTED_PROGRAMS = 264  # enough to keep every multiprocessor busy
 LEAST_KEYS = 128  # that are worth a program of their own
 MAX_PARTS = 64
 # numbers of an item of work: request (-1: there is none), its first row, number of rows, block of rows, part, number of
-# parts, where the first part is kept, and which counter counts them
-ITEM = 8
+# parts, where the first part is kept, which counter counts them, and the index of its newest row
+ITEM = 9
 
 
 @launch.jit_for_any_size
@@ -38,10 +38,11 @@ def _list_work(
     rows = tl.load(query_start + seat + 1, mask=exists, other=0) - begin
     some = (rows >= least_rows) & (rows <= most_rows)
     newest = begin + rows - 1
-    end = tl.load(indices + newest, mask=some, other=-1) + 1
+    index = tl.load(indices + newest, mask=some, other=-1).to(tl.int32)
+    end = index + 1
     if HAS_LAST:
-        end = tl.maximum(end, tl.load(last_keys + newest, mask=some, other=-1) + 1)
-    keys = end.to(tl.int32)
+        end = tl.maximum(end, tl.load(last_keys + newest, mask=some, other=-1).to(tl.int32) + 1)
+    keys = end
     if WINDOW > 0:
         keys = tl.minimum(keys, WINDOW + rows)
     blocks = tl.where(some, (rows * GROUP + BLOCK_M - 1) // BLOCK_M, 0)
@@ -59,6 +60,7 @@ def _list_work(
     own_count = tl.sum(tl.where(mine, count, 0))
     own_blocks = tl.sum(tl.where(mine, blocks, 0))
     own_begin, own_rows = tl.sum(tl.where(mine, begin, 0)), tl.sum(tl.where(mine, rows, 0))
+    own_index = tl.sum(tl.where(mine, index, 0))
     for shift in range(0, own_count, CHUNK):
         place = shift + tl.arange(0, CHUNK)
         block = place // own_parts
@@ -72,6 +74,7 @@ def _list_work(
         tl.store(at + 5, own_parts + place * 0, mask=fits)
         tl.store(at + 6, first + block * own_parts, mask=fits)
         tl.store(at + 7, first_block + block, mask=fits)
+        tl.store(at + 8, own_index + place * 0, mask=fits)
     if number == num_requests - 1:
         for shift in range(first + own_count, num_items, CHUNK):
             place = shift + tl.arange(0, CHUNK)
@@ -106,6 +109,7 @@ class Form:
     num_warps: int = 4
     num_stages: int = 2
     num_programs: int | None = None  # that keep the device busy, if not as many as usual
+    least_keys: int | None = None  # that are worth a program of their own, if not as many as it reads at a time
 
 
 @dataclass(frozen=True)
@@ -118,12 +122,18 @@ def work_for(
     keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, parts: int | None
 ) -> tuple[WorkList, bool]:
     """The list for rows and layers like these, made once for a pass; and whether it was made just now."""
-    shape = (form.block_m, form.rows, form.num_programs)
+    shape = (form.block_m, form.rows, form.num_programs, _least_keys(form))
     name = (ATTENTION_WORK, group, num_kv_heads, shape, window, parts, keys.last_key is None)
     is_new = name not in keys.memo
     if is_new:
         keys.memo[name] = _list(keys, group, num_kv_heads, form, window, parts)
     return keys.memo[name], is_new
+
+
+def _least_keys(form: Form) -> int:
+    if form.least_keys is not None:
+        return form.least_keys
+    return min(form.block_n, LEAST_KEYS) if form.block_m < 64 else LEAST_KEYS
 
 
 def _list(keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, parts: int | None) -> WorkList:
@@ -142,7 +152,7 @@ def _list(keys: Keys, group: int, num_kv_heads: int, form: Form, window: int, pa
         keys.query_start, keys.indices, keys.indices if keys.last_key is None else keys.last_key, items,
         num_requests, num_items, wanted, 0 if parts is None else parts, least_rows, most_rows,
         GROUP=group, BLOCK_M=block_m, WINDOW=window, HAS_LAST=keys.last_key is not None,
-        LEAST=min(form.block_n, LEAST_KEYS) if block_m < 64 else LEAST_KEYS,
-        MOST=MAX_PARTS, BLOCK_B=triton.next_power_of_2(num_requests), CHUNK=128, ITEM=ITEM, num_warps=1,
+        LEAST=_least_keys(form), MOST=MAX_PARTS, BLOCK_B=triton.next_power_of_2(num_requests), CHUNK=128,
+        ITEM=ITEM, num_warps=1,
     )  # fmt: skip
     return WorkList(items, counters)
