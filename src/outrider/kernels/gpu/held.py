@@ -101,7 +101,7 @@ def _turn(
     return sums
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_rows"])  # compiled once for any number
 def _held(
     x, data, scale, offset, bias, residual, out, num_rows, num_columns, num_runs, width, scale_stride, x_stride,
     residual_stride, RAISE: gl.constexpr, EVEN: gl.constexpr, HAS_OFFSET: gl.constexpr, GATED: gl.constexpr,
