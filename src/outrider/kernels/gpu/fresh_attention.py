@@ -180,7 +180,7 @@ def attend_fresh(
     if not num_rows:
         return out
     group, table = num_heads // num_kv_heads, keys.page_table
-    (form,) = forms_for(keys, group, (dim, value_dim), q.element_size(), None)
+    (form,) = forms_for(keys, group, (dim, value_dim), q.element_size(), None, k_pages.element_size())
     work, is_new = work_for(keys, group, num_kv_heads, form, window, None)
     early = not is_new and launch.early(q)
     places = len(work.items) * num_kv_heads * form.block_m

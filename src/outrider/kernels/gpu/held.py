@@ -97,7 +97,7 @@ def _turn(
     sums = ()
     for tile in gl.static_range(len(totals)):
         total = _plus(totals[tile], waiting[tile], inputs, first, second, RAISE, HAS_OFFSET)
-        sums = sums + (total,)  # noqa: RUF005
+        sums = sums + (total,)  # type: ignore[assignment] # noqa: RUF005
     return sums
 
 
@@ -144,7 +144,7 @@ def _held(
     raised = gl.full((WARPS, HEIGHT, PART), -RAISE, x.dtype.element_ty, LEFT)
     nothing = gl.zeros((WARPS, HEIGHT, ROWS), gl.float32, SUMS)
     for _tile in gl.static_range(TILES):
-        totals = totals + (nothing,)  # noqa: RUF005
+        totals = totals + (nothing,)  # type: ignore[assignment] # noqa: RUF005
     last = (num_runs - 1) // STEP * STEP
     for turn in range(0, last, STEP):
         for stage in gl.static_range(STAGES):

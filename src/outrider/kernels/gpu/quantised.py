@@ -34,7 +34,7 @@ def linear(
     num_columns = len(weight.data) // 2 if gated else len(weight.data)
     held = _held() if HELD and not exact and x.is_cuda and x.dtype == torch.bfloat16 else None
     if held is not None and held.fits(x, weight, residual, gated):
-        return held.linear(x, weight, bias, residual, gated=gated, out=out)  # type: ignore[no-any-return]
+        return held.linear(x, weight, bias, residual, gated=gated, out=out)
     if not exact and wide.is_for(len(x), num_columns, weight.num_columns, weight.kind.num_parts, gated):
         return wide.linear(x, weight, bias, residual, gated=gated, out=out)
     if weight.order is not None:
