@@ -233,3 +233,24 @@ def plus(
         else:
             total = total + part * 8.0 if EIGHTHS else part
     return total
+
+
+@triton.jit
+def plus_whole(
+    total, bits, a, scale_at, offset_at, number, inner, stride, KIND: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, HAS_OFFSET: tl.constexpr, IEEE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """total [N, M] + bits [N, PART] . a [K, M] of a run of numbers of 4 bits that has one scale, as one product: each
+    of several would be waited for. With two numbers in a word Triton makes several of it, and waits."""
+    EIGHTHS: tl.constexpr = FAST and KIND < 2
+    w0, w1, w2, w3 = quarters(bits, KIND, a.dtype, FAST)
+    weight = tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 3, 2, 1))
+    weight = tl.reshape(weight, (total.shape[0], a.shape[0]))
+    part = tl.zeros_like(total) if GROUP > 0 or EIGHTHS else total
+    part = tl.dot(weight, a, part, input_precision="ieee" if IEEE else "tf32")
+    if GROUP > 0:
+        mass = tl.sum(a.to(tl.float32), 0) if HAS_OFFSET else 0.0
+        total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET, EIGHTHS)
+    else:
+        total = total + part * 8.0 if EIGHTHS else part
+    return total
