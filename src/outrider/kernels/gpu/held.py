@@ -169,7 +169,7 @@ def _held(
         totals = _turn(
             totals, waiting, x_at, x_run + (last + stage * WARPS), num_runs, raised, nothing, RAISE, EVEN, HAS_OFFSET
         )
-        waiting = waiting[TILES:]
+        waiting = waiting[TILES:]  # type: ignore[assignment]
     if EARLY:
         cuda.gdc_launch_dependents()
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))[None, :]
