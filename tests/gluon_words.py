@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
+from outrider.kernels.gpu.widen import RAISED_ASM
+
 PATIENCE = 20.0  # seconds
 here = threading.local()  # program, number of programs, products under way
 
@@ -233,6 +235,12 @@ def warpgroup_mma_wait(num_outstanding: int, deps: list[Any]) -> Any:
     return found[0] if len(found) == 1 else tuple(found)
 
 
+def raised(assembly: str, constraints: str, words: list[Any], kinds: Any, is_pure: bool, pack: int) -> tuple[Any, ...]:
+    """The only assembly that is spoken here, widen.RAISED_ASM: numbers of 4 bits as 16 + n / 8."""
+    assert assembly == RAISED_ASM.value
+    return tuple(block((words[0] >> shift & 15) / np.float32(8) + np.float32(16)) for shift in (0, 4, 8, 12))
+
+
 def side_by_side(calls: list[tuple[Callable[..., None], tuple[Any, ...]]], program: tuple[int, int]) -> None:
     wrong: list[BaseException] = []
 
@@ -260,13 +268,16 @@ def reduced(function: Any) -> Callable[[Any, int], Any]:
 
 LANGUAGE = SimpleNamespace(
     int32=np.int32, int64=np.int64, float32=np.float32, load=load, store=store, atomic_add=atomic_add,
-    allocate_shared_memory=allocate_shared_memory, static_range=range, convert_layout=lambda x, layout: x,
+    allocate_shared_memory=allocate_shared_memory, static_range=range,
+    convert_layout=lambda x, layout, assert_trivial=False: x,
     arange=lambda begin, end, layout=None: block(np.arange(begin, end, dtype=np.int32)),
     full=lambda shape, value, dtype, layout=None: block(np.full(shape, value, dtype)),
     zeros=lambda shape, dtype, layout=None: block(np.zeros(shape, dtype)),
     full_like=lambda x, value: block(np.full_like(x, value)), zeros_like=lambda x: block(np.zeros_like(x)),
     max=reduced(np.max), min=reduced(np.min), sum=reduced(np.sum), exp=lambda x: block(np.exp(x)),
-    exp2=lambda x: block(np.exp2(x)),
+    exp2=lambda x: block(np.exp2(x)), int16=np.int16, bfloat16=np.float32, inline_asm_elementwise=raised,
+    cast=lambda x, dtype: dtype(x), join=lambda a, b: block(np.stack((a, b), -1)),
+    reshape=lambda x, shape: block(x.reshape(shape)), DistributedLinearLayout=lambda *args: None,
     where=lambda mask, a, b: block(np.where(mask, a, b)), maximum=lambda a, b: block(np.maximum(a, b)),
     minimum=lambda a, b: block(np.minimum(a, b)), program_id=lambda axis: here.program[0],
     num_programs=lambda axis: here.program[1], BlockedLayout=lambda *args: None, SliceLayout=lambda *args: None,
@@ -277,7 +288,7 @@ LANGUAGE = SimpleNamespace(
 WORDS = {
     "gl": LANGUAGE, "tl": LANGUAGE, "mbarrier": Mbarrier, "copy": copy, "barrier": lambda: None,
     "fence_async_shared": lambda: None, "reinterpret": Shared.reinterpret, "warpgroup_mma": warpgroup_mma,
-    "warpgroup_mma_wait": warpgroup_mma_wait,
+    "warpgroup_mma_wait": warpgroup_mma_wait, "mma_v2": lambda a, b, total: block(a @ b + total),
 }  # fmt: skip
 
 

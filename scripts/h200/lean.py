@@ -25,15 +25,15 @@ from threading import Thread
 from typing import Any
 
 import torch
+from accept import accept
 from common import SMOKE, TINY, attempt, free_memory, say, verdict
 
-from outrider import LLM, SamplingParams
+from outrider import SamplingParams
 from outrider.bench.random_pair import random_engine, shape_of
 from outrider.bench.round import pass_bytes
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.engine.request import Request
-from outrider.sampling_params import Speculation
 
 K, ACCEPT_LENGTH = 5, 3.0
 NUM_CHUNKS, WARM_UP, NUM_ROUNDS = (3, 2, 3) if SMOKE else (7, 8, 30)
@@ -204,36 +204,6 @@ class Measuring:
 
 
 # without a clock
-
-
-def accept() -> None:
-    """The embedded pair's accept length, with pages in 16 and in 8 bits, of the target alone and of both."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from default_model.prompts import requests
-
-    source, found = requests(7), []
-    count, tokens = (8, 16) if SMOKE else (512, 128)
-    prompts = [next(source).text for _ in range(count)]
-    for target, drafter in (("auto", "auto"), ("fp8", "auto"), ("fp8", "fp8")):
-        settings = {"model": str(_embedded_drafter()), "num_speculative_tokens": K, "force": True}
-        if not SMOKE:
-            settings["kv_cache_dtype"] = drafter
-        kind = {} if SMOKE else {"dtype": "bfloat16", "kv_cache_dtype": target, "max_num_seqs": 128}
-        with LLM(speculative_config=settings, **kind) as llm:
-            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-            outputs = llm.chat([[{"role": "user", "content": text}] for text in prompts], params)
-        total = sum((each.outputs[0].speculation for each in outputs), Speculation())
-        found.append(total.accept_length)
-        change = found[-1] / found[0] - 1
-        said = f", {change:+.2%} (wanted within 1 %: {'reached' if abs(change) <= 0.01 else 'MISSED'})"
-        say(f"embedded pair, pages of the target {target}, of the drafter {drafter}: accept length {found[-1]:.3f} in "
-            f"{total.rounds:,} rounds{said if len(found) > 1 else ''}")  # fmt: skip
-
-
-def _embedded_drafter() -> Path:
-    from outrider.pair import DEFAULT_DIRECTORY
-
-    return DEFAULT_DIRECTORY / "drafter"
 
 
 def certify(kind: str) -> None:

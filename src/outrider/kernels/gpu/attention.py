@@ -21,6 +21,9 @@ from outrider.kernels.gpu.page_bits import attend_words, in_float16, softmax_ste
 
 BLOCK_BYTES = 65536  # of keys and values that a program reads at a time
 FEW_ROWS = 16  # of a request: a draft, or less; where others read prompts, such requests have a launch of their own
+# of a launch for few rows over pages in 8 bits: keys, warps, stages, programs. None: as many keys and warps as in 16
+# bits, and one stage more. scripts/h200/pages.py tries others
+FP8_FORM: tuple[int, int, int, int] | None = None
 LOG2_E = 1.4426950408889634  # scores are kept in units of log 2: powers of two are what a device computes
 
 
@@ -202,7 +205,7 @@ def paged_attention(
     group = num_heads // num_kv_heads
     main, rest = split_dim(dim)
     last_key, table = keys.last_key, keys.page_table
-    forms = forms_for(keys, group, (dim, value_dim), q.element_size(), parts)
+    forms = forms_for(keys, group, (dim, value_dim), q.element_size(), parts, k_pages.element_size())
     prompts = _prompt_attention(q.device) if forms[0].block_m == 128 else None
     if prompts is not None and prompts.fits(q, pages, keys):
         forms[0] = prompts.form(forms[0].rows, q.device)
@@ -245,7 +248,9 @@ def paged_attention(
     return out
 
 
-def forms_for(keys: Keys, group: int, dims: tuple[int, int], num_bytes: int, parts: int | None) -> list[Form]:
+def forms_for(
+    keys: Keys, group: int, dims: tuple[int, int], num_bytes: int, parts: int | None, page_bytes: int = 2
+) -> list[Form]:
     """Rows of prompts use the device best in large blocks, in which a single token's row would have nearly all lanes
     empty: where some read prompts, others have a launch of their own."""
     lanes, dim = keys.max_rows * group, dims[0]
@@ -258,7 +263,10 @@ def forms_for(keys: Keys, group: int, dims: tuple[int, int], num_bytes: int, par
         if dim > 256 and block_m == 16 and num_bytes == 2:
             block_n = 64  # of latents, which are keys and values at once
         is_wide = block_m == 128 or (dim >= 256 and not is_large)
-        return Form(rows, block_m, block_n, 8 if is_wide else 4, 3 if is_large else 2)
+        stages = 3 if is_large or page_bytes == 1 else 2  # of half the bytes, two blocks are on their way
+        if page_bytes == 1 and FP8_FORM is not None and dim == 128 and not is_large:
+            return Form(rows, block_m, *FP8_FORM)
+        return Form(rows, block_m, block_n, 8 if is_wide else 4, stages)
 
     if parts is not None:
         return [form(ANY, 16)]

@@ -1,8 +1,8 @@
 """Attention of a few rows over pages in fp8. Where rows are few, keys should cost what it takes to read them, and half
 the bytes must not take twice the instructions. So two neighbours of a key are read as one word of 16 bits, which goes
-through shared memory as any number of 16 bits does, and is then two numbers: a key's even places are multiplied apart
-from its odd ones. All products are of float16, in which fp8 is exact, and into which the device widens two numbers with
-one instruction."""
+through shared memory as any number of 16 bits does, and is then two numbers: a value's even places are multiplied apart
+from its odd ones, and a key's every second pair apart from the others. All products are of float16, in which fp8 is
+exact, and into which the device widens two numbers with one instruction."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import triton.language as tl
 
 LARGEST = tl.constexpr(65504.0)  # that float16 holds: no query comes close
 LIFT = tl.constexpr(12.0)  # shares of up to 2^12: float16 ends at 2^-24, and many small ones count
-STAGES = tl.constexpr(3)  # blocks of keys, of which two are on their way: as many bytes as one in 16 bits
 # two words -> their lower bytes, and their upper ones, as pairs of float16
 ASSEMBLY = tl.constexpr(
     "{ .reg .b32 t; .reg .b16 pair, rest;"
     " prmt.b32 t, $2, 0, 0x4420; mov.b32 {pair, rest}, t; cvt.rn.f16x2.e4m3x2 $0, pair;"
     " prmt.b32 t, $2, 0, 0x4431; mov.b32 {pair, rest}, t; cvt.rn.f16x2.e4m3x2 $1, pair; }"
+)
+# two words -> both numbers of the first, and both of the second: nothing has to be picked
+PAIRS = tl.constexpr(
+    "{ .reg .b16 first, second; mov.b32 {first, second}, $2;"
+    " cvt.rn.f16x2.e4m3x2 $0, first; cvt.rn.f16x2.e4m3x2 $1, second; }"
 )
 
 
@@ -35,6 +39,20 @@ def halves(words):
         even = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         odd = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     return even, odd
+
+
+@triton.jit
+def pairs(words):
+    """Words of 16 bits [N, W] that hold two numbers in fp8 each -> both of every word with an even number, and of those
+    with an odd one: [N, W] twice, each in its order."""
+    if COMPILED:  # neighbours along a row lie in one register
+        first, second = tl.inline_asm_elementwise(PAIRS, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
+    else:
+        numbers = tl.join(*halves(words))
+        shape: tl.constexpr = (words.shape[0], words.shape[1] // 2, 2, 2)
+        first, second = tl.split(tl.permute(tl.reshape(numbers, shape), (0, 1, 3, 2)))
+        first, second = tl.reshape(first, words.shape), tl.reshape(second, words.shape)
+    return first, second
 
 
 COMPILED = tl.constexpr(isinstance(halves, triton.JITFunction))  # an interpreter has no assembly
@@ -93,7 +111,14 @@ def attend_words(
     as many instructions as copies are."""
     BLOCK_M: tl.constexpr = query.shape[0]
     place, value_place = tl.arange(0, MAIN // 2), tl.arange(0, BLOCK_VALUE // 2)
-    query_even, query_odd = tl.split(tl.reshape(in_float16(query), (BLOCK_M, MAIN // 2, 2)))
+    query = in_float16(query)
+    if SAME:
+        query_first, query_second = tl.split(tl.reshape(query, (BLOCK_M, MAIN // 2, 2)))
+    else:
+        fours = tl.permute(tl.reshape(query, (BLOCK_M, MAIN // 4, 2, 2)), (0, 1, 3, 2))
+        query_first, query_second = tl.split(fours)
+        query_first = tl.reshape(query_first, (BLOCK_M, MAIN // 2))
+        query_second = tl.reshape(query_second, (BLOCK_M, MAIN // 2))
     query_rest = in_float16(query_rest)
     even, odd = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_VALUE // 2, 2)))
     high = tl.where(begin < end, high, low)
@@ -101,7 +126,7 @@ def attend_words(
     first = low + (part - low % parts + parts) % parts
     key = tl.minimum(tl.maximum(first * BLOCK_N + tl.arange(0, BLOCK_N), begin), newest)
     next_page = tl.load(table + key // PAGE)
-    for number in tl.range(first, high, parts, num_stages=STAGES):
+    for number in range(first, high, parts):
         key = number * BLOCK_N + tl.arange(0, BLOCK_N)
         location = next_page * PAGE + tl.minimum(tl.maximum(key, begin), newest) % PAGE
         if WIDE:
@@ -109,12 +134,13 @@ def attend_words(
         next_key = tl.minimum(tl.maximum(key + parts * BLOCK_N, begin), newest)
         next_page = tl.load(table + next_key // PAGE)
         key_at = keys_at + location * key_row
-        keys_even, keys_odd = halves(_words_at(key_at, place, DIM, MAIN))
-        values_even, values_odd = keys_even, keys_odd
+        words = _words_at(key_at, place, DIM, MAIN)
+        keys_first, keys_second = halves(words) if SAME else pairs(words)
+        values_even, values_odd = keys_first, keys_second
         if not SAME:
             values = _words_at(values_at + location * value_row, value_place, VALUE, BLOCK_VALUE)
             values_even, values_odd = halves(values)
-        score = tl.dot(query_odd, keys_odd.T, tl.dot(query_even, keys_even.T))
+        score = tl.dot(query_second, keys_second.T, tl.dot(query_first, keys_first.T))
         if REST > 0:
             more = MAIN + tl.arange(0, REST)
             keys = tl.load(key_at[:, None] + more[None, :], mask=(more < DIM)[None, :], other=0.0)

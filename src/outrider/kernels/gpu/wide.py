@@ -57,41 +57,56 @@ def _wide(
     end = tl.minimum(begin + share, num_runs)
     up = tl.cast(num_columns, tl.int64) * width
     data_at = data + near.to(tl.int64)[:, None] * width + place[None, :]
-    x_at = x + row.to(tl.int64)[:, None] * x_stride + place[None, :]
+    x_at = x + row.to(tl.int64)[:, None] * x_stride
+    whole = tl.arange(0, RUN)
     scale_at, offset_at = scale + near, offset + near
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     second = tl.zeros_like(total)
     for run in tl.range(begin, end, num_stages=STAGES):
         number = run * RUN
-        first = x_at + number
-        inside = (number + place)[None, :] < inner
-        a0 = tl.load(first, mask=row_fits[:, None] & (EVEN | inside), other=0.0).T
-        inside = (number + PART + place)[None, :] < inner
-        a1 = tl.load(first + PART, mask=row_fits[:, None] & (EVEN | inside), other=0.0).T
-        a2, a3 = a1, a1
-        if PARTS > 2:
-            inside = (number + 2 * PART + place)[None, :] < inner
-            a2 = tl.load(first + 2 * PART, mask=row_fits[:, None] & (EVEN | inside), other=0.0).T
-            inside = (number + 3 * PART + place)[None, :] < inner
-            a3 = tl.load(first + 3 * PART, mask=row_fits[:, None] & (EVEN | inside), other=0.0).T
-        m0, m1, m2, m3 = 0.0, 0.0, 0.0, 0.0
-        if HAS_OFFSET:
-            m0, m1 = tl.sum(a0.to(tl.float32), 0), tl.sum(a1.to(tl.float32), 0)
-            m2, m3 = m1, m1
-            if PARTS > 2:
-                m2, m3 = tl.sum(a2.to(tl.float32), 0), tl.sum(a3.to(tl.float32), 0)
-        bits = tl.load(data_at + run * PART)
         at = number + tl.arange(0, 1)
-        total = widen.plus(
-            total, bits, a0, a1, a2, a3, m0, m1, m2, m3, scale_at, offset_at, at, inner, scale_stride,
-            KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST, False,
-        )  # fmt: skip
-        if GATED:
-            bits = tl.load(data_at + up + run * PART)
-            second = widen.plus(
-                second, bits, a0, a1, a2, a3, m0, m1, m2, m3, scale_at + num_columns, offset_at + num_columns, at,
-                inner, scale_stride, KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST, False,
+        if PARTS == 4 and (GROUP == 0 or GROUP >= RUN):
+            inside = (number + whole)[None, :] < inner
+            a = tl.load(x_at + number + whole[None, :], mask=row_fits[:, None] & (EVEN | inside), other=0.0).T
+            bits = tl.load(data_at + run * PART)
+            total = widen.plus_whole(
+                total, bits, a, scale_at, offset_at, at, inner, scale_stride, KIND, GROUP, EVEN, HAS_OFFSET, IEEE, FAST
+            )
+            if GATED:
+                bits = tl.load(data_at + up + run * PART)
+                second = widen.plus_whole(
+                    second, bits, a, scale_at + num_columns, offset_at + num_columns, at, inner, scale_stride, KIND,
+                    GROUP, EVEN, HAS_OFFSET, IEEE, FAST,
+                )  # fmt: skip
+        else:
+            first = x_at + number + place[None, :]
+            inside = (number + place)[None, :] < inner
+            a0 = tl.load(first, mask=row_fits[:, None] & (EVEN | inside), other=0.0).T
+            inside = (number + PART + place)[None, :] < inner
+            a1 = tl.load(first + PART, mask=row_fits[:, None] & (EVEN | inside), other=0.0).T
+            a2, a3 = a1, a1
+            if PARTS > 2:
+                inside = (number + 2 * PART + place)[None, :] < inner
+                a2 = tl.load(first + 2 * PART, mask=row_fits[:, None] & (EVEN | inside), other=0.0).T
+                inside = (number + 3 * PART + place)[None, :] < inner
+                a3 = tl.load(first + 3 * PART, mask=row_fits[:, None] & (EVEN | inside), other=0.0).T
+            m0, m1, m2, m3 = 0.0, 0.0, 0.0, 0.0
+            if HAS_OFFSET:
+                m0, m1 = tl.sum(a0.to(tl.float32), 0), tl.sum(a1.to(tl.float32), 0)
+                m2, m3 = m1, m1
+                if PARTS > 2:
+                    m2, m3 = tl.sum(a2.to(tl.float32), 0), tl.sum(a3.to(tl.float32), 0)
+            bits = tl.load(data_at + run * PART)
+            total = widen.plus(
+                total, bits, a0, a1, a2, a3, m0, m1, m2, m3, scale_at, offset_at, at, inner, scale_stride,
+                KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST, False,
             )  # fmt: skip
+            if GATED:
+                bits = tl.load(data_at + up + run * PART)
+                second = widen.plus(
+                    second, bits, a0, a1, a2, a3, m0, m1, m2, m3, scale_at + num_columns, offset_at + num_columns, at,
+                    inner, scale_stride, KIND, PART, GROUP, EVEN, HAS_OFFSET, IEEE, FAST, False,
+                )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     if GROUP == 0:

@@ -42,15 +42,19 @@ def number_of(bits, PART: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr)
 
 
 def _asm(*lines: str) -> tl.constexpr:
-    return tl.constexpr("{ .reg .b32 t, u, v; " + " ".join(lines) + " }")
+    return tl.constexpr("{ .reg .b32 t, u, v, w, z; " + " ".join(lines) + " }")
 
 
-def _whole(zero: str) -> tl.constexpr:
-    """Two words of 16 bits -> four pairs of bfloat16, n - zero: 0x4300 | n is 128 + n there."""
-    lines = [f"mov.b32 v, {zero};"]
-    for part in range(4):
-        lines += [f"shr.b32 t, $4, {4 * part};", "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;"]
-        lines += [f"sub.rn.bf16x2 ${part}, t, v;"]
+def _eighths(raised: str, less: str | None) -> tl.constexpr:
+    """Two words of 16 bits -> four pairs of bfloat16: (n - zero) / 8, or 16 + n / 8. 0x4180 | n is the latter; and n
+    in the next four bits, with nothing beside it, is n * 2^-129: times 2^126, plus anything. Bits are picked half as
+    fast as numbers are multiplied, so it is the picking that is saved."""
+    lines = [f"mov.b32 t, $4; mov.b32 v, 0x7e807e80; mov.b32 w, {raised};", f"mov.b32 z, {less or 0};"]
+    for part in (0, 2):
+        lines += ["shr.b32 t, $4, 8;"] if part else []
+        lines += [f"lop3.b32 ${part}, t, 0x000f000f, {'0x41804180' if less else 'w'}, 0xea;"]
+        lines += [f"add.rn.bf16x2 ${part}, ${part}, z;"] if less else []
+        lines += ["and.b32 u, t, 0x00f000f0;", f"fma.rn.bf16x2 ${part + 1}, u, v, w;"]
     return _asm(*lines)
 
 
@@ -77,21 +81,14 @@ def _fp8() -> tl.constexpr:
     return _asm(*lines)
 
 
-def _raised() -> tl.constexpr:
-    """Two words of 16 bits -> four pairs of bfloat16, 128 + n."""
-    lines = []
-    for part in range(4):
-        lines += [f"shr.b32 t, $4, {4 * part};", f"lop3.b32 ${part}, t, 0x000f000f, 0x43004300, 0xea;"]
-    return _asm(*lines)
-
-
-RAISED_ASM = _raised()
-INT4_ASM, UINT4_ASM, FP4_ASM, FP8_ASM = _whole("0x43084308"), _whole("0x43004300"), _fp4(), _fp8()
+RAISED_ASM = _eighths("0x41804180", None)
+INT4_ASM, UINT4_ASM = _eighths("0xbf80bf80", "0xc188c188"), _eighths("0", "0xc180c180")
+FP4_ASM, FP8_ASM = _fp4(), _fp8()
 
 
 @triton.jit
 def quarters(bits, KIND: tl.constexpr, dtype: tl.constexpr, FAST: tl.constexpr):
-    """Words of 16 bits -> their four numbers. FAST: in bfloat16, two words at a time."""
+    """Words of 16 bits -> their four numbers. FAST: in bfloat16, two words at a time, and whole numbers in eighths."""
     if FAST:
         ASM: tl.constexpr = INT4_ASM if KIND == 0 else (UINT4_ASM if KIND == 1 else FP4_ASM)
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
@@ -119,13 +116,14 @@ def halves(bits, KIND: tl.constexpr, dtype: tl.constexpr, FAST: tl.constexpr):
 @triton.jit
 def _scaled(
     total, part, mass, scale_at, offset_at, number, inner, stride,
-    GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_OFFSET: tl.constexpr, EIGHTHS: tl.constexpr,
 ):  # fmt: skip
     """Adds the sums of a group [..., N, M] as what they stand for; mass [..., M]: the sum of its inputs.
-    number [..., 1]: one of the group."""
+    number [..., 1]: one of the group. EIGHTHS: of numbers an eighth as large."""
     at = number // GROUP * stride
     fits = EVEN | (number < inner)
-    total += part * tl.expand_dims(tl.load(scale_at + at, mask=fits, other=0.0).to(tl.float32), -1)
+    scale = tl.load(scale_at + at, mask=fits, other=0.0).to(tl.float32)
+    total += part * tl.expand_dims(scale * 8.0 if EIGHTHS else scale, -1)
     if HAS_OFFSET:
         offset = tl.expand_dims(tl.load(offset_at + at, mask=fits, other=0.0).to(tl.float32), -1)
         total += tl.expand_dims(mass, -2) * offset
@@ -141,7 +139,7 @@ def _plus_raised(
     is taken off their sum, not off each of them: a few rows that hold nothing else, times the same inputs, are where
     the sum begins."""
     ROWS: tl.constexpr = 16  # the fewest that a product takes
-    RAISE: tl.constexpr = 136.0 if KIND == 0 else 128.0
+    RAISE: tl.constexpr = 17.0 if KIND == 0 else 16.0  # of numbers in eighths
     SLICES: tl.constexpr = bits.shape[0]
     COLUMNS: tl.constexpr = bits.shape[1]
     BLOCK_M: tl.constexpr = total.shape[2]
@@ -161,7 +159,7 @@ def _plus_raised(
         offset = tl.load(offset_at + at, mask=fits, other=0.0).to(tl.float32)
         total += (first + second) * (offset * (-1.0 / RAISE))[:, :, None]
     part = tl.dot(w1, a1, tl.dot(w0, a0, first)) + tl.dot(w3, a3, tl.dot(w2, a2, second))
-    return total + part * tl.load(scale_at + at, mask=fits, other=0.0).to(tl.float32)[:, :, None]
+    return total + part * (8.0 * tl.load(scale_at + at, mask=fits, other=0.0).to(tl.float32))[:, :, None]
 
 
 @triton.jit
@@ -175,13 +173,14 @@ def plus(
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     PARTS: tl.constexpr = 1 if KIND == 5 else (2 if KIND > 2 else 4)
     PIECES: tl.constexpr = PARTS if GROUP == 0 or GROUP >= PARTS * PART else GROUP // PART  # that share a scale
-    if RAISED and FAST and KIND < 2 and GROUP >= PARTS * PART:
+    EIGHTHS: tl.constexpr = FAST and KIND < 2
+    if RAISED and EIGHTHS and GROUP >= PARTS * PART:
         total = _plus_raised(
             total, bits, a0, a1, a2, a3, scale_at, offset_at, number, inner, stride, KIND, GROUP, EVEN, HAS_OFFSET
         )
     else:
         nothing = tl.zeros_like(total)
-        part = nothing if GROUP > 0 else total
+        part = nothing if GROUP > 0 or EIGHTHS else total
         mass = 0.0
         dtype = a0.dtype
         if PARTS == 1:
@@ -191,7 +190,10 @@ def plus(
             part = tl.dot(w0, a0, part, input_precision=precision)
             mass = m0
             if PIECES == 1:
-                total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
+                total = _scaled(
+                    total, part, mass, scale_at, offset_at, number, inner, stride,
+                    GROUP, EVEN, HAS_OFFSET, EIGHTHS,
+                )  # fmt: skip
                 part, mass, number = nothing, mass * 0.0, number + PART
             part = tl.dot(w1, a1, part, input_precision=precision)
             mass += m1
@@ -200,22 +202,55 @@ def plus(
             part = tl.dot(w0, a0, part, input_precision=precision)
             mass = m0
             if PIECES == 1:
-                total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
+                total = _scaled(
+                    total, part, mass, scale_at, offset_at, number, inner, stride,
+                    GROUP, EVEN, HAS_OFFSET, EIGHTHS,
+                )  # fmt: skip
                 part, mass, number = nothing, mass * 0.0, number + PART
             part = tl.dot(w1, a1, part, input_precision=precision)
             mass += m1
             if PIECES <= 2:
-                total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
+                total = _scaled(
+                    total, part, mass, scale_at, offset_at, number, inner, stride,
+                    GROUP, EVEN, HAS_OFFSET, EIGHTHS,
+                )  # fmt: skip
                 part, mass, number = nothing, mass * 0.0, number + PART * PIECES
             other = tl.dot(w2, a2, nothing, input_precision=precision)  # does not wait for the first two
             mass += m2
             if PIECES == 1:
-                total = _scaled(total, other, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
+                total = _scaled(
+                    total, other, mass, scale_at, offset_at, number, inner, stride,
+                    GROUP, EVEN, HAS_OFFSET, EIGHTHS,
+                )  # fmt: skip
                 other, mass, number = nothing, mass * 0.0, number + PART
             part += tl.dot(w3, a3, other, input_precision=precision)
             mass += m3
         if GROUP > 0:
-            total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET)
+            total = _scaled(
+                total, part, mass, scale_at, offset_at, number, inner, stride,
+                GROUP, EVEN, HAS_OFFSET, EIGHTHS,
+            )  # fmt: skip
         else:
-            total = part
+            total = total + part * 8.0 if EIGHTHS else part
+    return total
+
+
+@triton.jit
+def plus_whole(
+    total, bits, a, scale_at, offset_at, number, inner, stride, KIND: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, HAS_OFFSET: tl.constexpr, IEEE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """total [N, M] + bits [N, PART] . a [K, M] of a run of numbers of 4 bits that has one scale, as one product: each
+    of several would be waited for. With two numbers in a word Triton makes several of it, and waits."""
+    EIGHTHS: tl.constexpr = FAST and KIND < 2
+    w0, w1, w2, w3 = quarters(bits, KIND, a.dtype, FAST)
+    weight = tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 3, 2, 1))
+    weight = tl.reshape(weight, (total.shape[0], a.shape[0]))
+    part = tl.zeros_like(total) if GROUP > 0 or EIGHTHS else total
+    part = tl.dot(weight, a, part, input_precision="ieee" if IEEE else "tf32")
+    if GROUP > 0:
+        mass = tl.sum(a.to(tl.float32), 0) if HAS_OFFSET else 0.0
+        total = _scaled(total, part, mass, scale_at, offset_at, number, inner, stride, GROUP, EVEN, HAS_OFFSET, EIGHTHS)
+    else:
+        total = total + part * 8.0 if EIGHTHS else part
     return total

@@ -1,0 +1,192 @@
+"""Products whose weights go straight into registers, in numpy; and the assembly that widens numbers, word by word."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_triton import CUDA
+from test_triton_quantised import DEVICE, random_weight
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere")
+
+from gluon_words import Kernel
+
+from outrider.kernels.activation import gelu_tanh_mul, silu_mul
+from outrider.kernels.gpu import epilogue, gates, held, quantised, widen
+from outrider.kernels.gpu.held import Tile
+from outrider.kernels.quantised import FP4_VALUES, Kind, gathered
+
+SIGNED_FP4 = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
+
+
+@pytest.fixture(autouse=True)
+def anywhere() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not CUDA:
+            patch.setattr(held, "_held", Kernel("_held", gates, epilogue, held))
+        yield
+
+
+def compare(rows: int, columns: int, runs: int, tile: Tile | None, *, kind: Kind = Kind.INT4, gated: int = 0,
+            has_offset: bool = False, has_bias: bool = False, has_residual: bool = False) -> None:  # fmt: skip
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    torch.manual_seed(rows)
+    weight = random_weight(kind, columns * (2 if gated else 1), runs, 128, has_offset=has_offset, is_ordered=False)
+    x = torch.randn(rows, runs * 128, device=DEVICE).to(dtype)
+    bias = torch.randn(len(weight.data), device=DEVICE).to(dtype) if has_bias else None
+    residual = torch.randn(rows, columns, device=DEVICE).to(dtype) if has_residual else None
+    assert held.fits(x, weight, residual, gated)
+    found = held.linear(x, weight, bias, residual, gated=gated, tile=tile)
+    wanted = x.float() @ weight.dense(torch.float32).T + (0 if bias is None else bias.float())
+    if gated:
+        wanted = (silu_mul if gated == gates.SILU else gelu_tanh_mul)(wanted)
+    wanted += 0 if residual is None else residual.float()
+    error = (found.float() - wanted).abs().max() / wanted.abs().max()
+    assert error < (2e-2 if CUDA else 1e-5), error
+
+
+@pytest.mark.parametrize("tile", [Tile(1, 4, 1), Tile(2, 4, 2), Tile(4, 8, 3), Tile(1, 4, 4), None])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_products(rows: int, tile: Tile | None) -> None:
+    compare(rows, 64, 8, tile)
+    compare(rows, 64, 7, tile, has_bias=True, has_residual=True)  # not a run for every warp
+    compare(rows, 64, 1, tile, kind=Kind.UINT4)
+
+
+@pytest.mark.parametrize("kind", [Kind.INT4, Kind.UINT4])
+def test_offsets(kind: Kind) -> None:
+    compare(3, 64, 9, Tile(2, 4, 2), kind=kind, has_offset=True)
+    compare(3, 64, 8, Tile(2, 4, 2), kind=kind, has_offset=True, gated=gates.SILU)
+
+
+@pytest.mark.parametrize("gated", [gates.SILU, gates.GELU])
+@pytest.mark.parametrize("tile", [Tile(2, 4, 2), Tile(4, 4, 1), None])
+def test_gates(tile: Tile | None, gated: int) -> None:
+    compare(5, 64, 9, tile, gated=gated, has_bias=True)
+
+
+def test_what_does_not_fit() -> None:
+    weight = random_weight(Kind.INT4, 64, 4, 128, has_offset=False, is_ordered=False)
+    x = torch.zeros(9, 512, device=DEVICE)
+    assert held.fits(x[:8], weight)
+    assert not held.fits(x, weight)
+    assert not held.fits(torch.zeros(1024, 4, device=DEVICE).T[:, ::2], weight)
+    for kind, columns, group, ordered in (
+        (Kind.FP4, 64, 32, False), (Kind.INT8, 64, 128, False), (Kind.INT4, 64, 64, False), (Kind.INT4, 66, 128, False),
+        (Kind.INT4, 64, 128, True),
+    ):  # fmt: skip
+        other = random_weight(kind, columns, 512 // group, group, has_offset=False, is_ordered=ordered)
+        assert not held.fits(x[:8], other), (kind, columns, group, ordered)
+
+
+def test_it_is_not_used_yet() -> None:
+    assert not quantised.HELD
+
+
+def pair(value: torch.Tensor) -> torch.Tensor:
+    """[2, W] bfloat16 of words [W]."""
+    return torch.stack((value & 0xFFFF, value >> 16 & 0xFFFF)).to(torch.uint16).view(torch.bfloat16).double()
+
+
+def word(pairs: torch.Tensor) -> torch.Tensor:
+    low, high = pairs.bfloat16().view(torch.uint16).long()
+    return low | high << 16
+
+
+def ran(assembly: str, words: torch.Tensor, num_results: int) -> list[torch.Tensor]:
+    """What lines of PTX make of words [W] of 32 bits: pairs of bfloat16."""
+    known: dict[str, Any] = {f"${num_results}": words}
+
+    def value(text: str) -> torch.Tensor:
+        return known[text] if text in known else torch.full_like(words, int(text, 0))
+
+    for line in assembly.strip("{} ").split(";"):
+        if not line.strip() or line.split()[0].startswith(".reg"):
+            continue
+        name, rest = line.split(maxsplit=1)
+        target, *given = (each.strip() for each in rest.split(","))
+        a, *others = (value(each) for each in given)
+        if name == "mov.b32":
+            known[target] = a
+        elif name in ("shr.b32", "shl.b32"):
+            known[target] = (a >> others[0] if name[2] == "r" else a << others[0]) & 0xFFFFFFFF
+        elif name == "and.b32":
+            known[target] = a & others[0]
+        elif name == "lop3.b32":
+            assert given[-1] == "0xea"
+            known[target] = a & others[0] | others[1]
+        else:
+            found = re.fullmatch(r"(add|sub|mul|fma)\.rn\.bf16x2", name)
+            assert found, name
+            b = pair(others[0])
+            made = {"add": pair(a) + b, "sub": pair(a) - b, "mul": pair(a) * b, "fma": pair(a) * b}[found[1]]
+            known[target] = word(made + pair(others[1]) if found[1] == "fma" else made)
+    return [pair(known[f"${number}"]) for number in range(num_results)]
+
+
+@pytest.mark.parametrize("name", ["INT4", "UINT4", "RAISED", "FP4", "FP8"])
+def test_assembly(name: str) -> None:
+    """Every word of 16 bits, beside another: sums, products and all that is exact in bfloat16 is exact here."""
+    low = torch.arange(65536)
+    high = low.flip(0) ^ 0x5A5A
+    parts = 2 if name == "FP8" else 4
+    found = ran(getattr(widen, f"{name}_ASM").value, low | high << 16, parts)
+    for half, bits in enumerate((low, high)):
+        words = gathered(bits.to(torch.int16)).long() & 0xFFFF if name == "FP4" else bits
+        for part in range(parts):
+            number = words >> 16 // parts * part & 2 ** (16 // parts) - 1
+            if name == "FP8":
+                wanted = number.to(torch.uint8).view(torch.float8_e4m3fn).double()
+            elif name == "FP4":
+                wanted = SIGNED_FP4[number].double()
+            else:
+                wanted = (number - {"INT4": 8, "UINT4": 0, "RAISED": -128}[name]) / 8
+            same = (found[part][half] == wanted) | wanted.isnan()
+            assert same.all(), (part, half, low[~same][:4], found[part][half][~same][:4], wanted[~same][:4])
+
+
+COMPILED = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from outrider.kernels.gpu import held
+
+types = dict.fromkeys(("x", "bias", "residual", "out"), "*bf16") | {"data": "*i32", "scale": "*fp32", "offset": "*fp32"}
+for text in sys.argv[1:]:
+    tiles, warps, stages, gated, even, offset = map(int, text.split(","))
+    constants = dict(
+        RAISE=17.0, EVEN=bool(even), HAS_OFFSET=bool(offset), GATED=gated, HAS_BIAS=False, HAS_RESIDUAL=not gated,
+        TILES=tiles, WARPS=warps, STAGES=stages, EARLY=True,
+    )
+    names = held._held.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    whole = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name not in (*constants, "num_rows")}
+    made = compile(
+        GluonASTSource(held._held, signature, values, whole), target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps, "launch_pdl": True},
+    )
+    code = made.asm["ptx"]
+    before, _, after = code.partition("griddepcontrol.wait")
+    assert before.count("ld.global.v4") == 2 * tiles * stages, "weights that wait for the input"
+    assert "mma.sync" in after and "ldmatrix" not in code and code.count("bar.sync") <= 4 * tiles
+    print(text)
+"""
+
+
+def test_held_compiles_for_hopper() -> None:
+    forms = ["1,4,4,0,1,0", "2,4,2,1,1,0", "4,4,2,0,1,0", "1,8,2,0,0,1"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-c", COMPILED, *forms], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.split() == forms
