@@ -80,6 +80,24 @@ def test_drafts_that_stand_for_nobody(rates: str, clients: int) -> None:
     assert adaptive(rates, clients, 0) > 0.98 * traffic(rates, clients).run(Plain())[0]
 
 
+@pytest.mark.parametrize("clients", [1, 2, 4])
+def test_few_clients_whose_drafts_pay_a_little(clients: int) -> None:
+    """A few drafts that fall by bad luck do not end it: whoever rests would not find out for long."""
+    asked = Traffic(clients, lambda number, now: 0.25, 24 * clients)
+    best = max(asked.run(FixedDepth(depth))[0] for depth in range(1, LOOKAHEAD + 1))
+    assert best > 1.1 * asked.run(Plain())[0]
+    for seed in (0, 1, 2):
+        assert asked.run(Governor(LOOKAHEAD, clients + 1), seed=seed)[0] > 0.97 * best
+
+
+@pytest.mark.parametrize("clients", [1, 2, 4])
+def test_few_clients_whose_drafts_stand_seldom(clients: int) -> None:
+    asked = Traffic(clients, lambda number, now: 0.1, 24 * clients)
+    plain = asked.run(Plain())[0]
+    for seed in (0, 1, 2):
+        assert asked.run(Governor(LOOKAHEAD, clients + 1), seed=seed)[0] > 0.98 * plain
+
+
 @pytest.mark.parametrize("clients", [8, 32])
 def test_texts_that_change(clients: int) -> None:
     assert adaptive("changing", clients, 0) > 0.98 * traffic("changing", clients).run(Plain())[0]

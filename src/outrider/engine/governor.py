@@ -20,6 +20,7 @@ TRIAL_ROUNDS = 4  # rounds of a trial; the first ones may still pay for the chan
 STRAY_SHARE = 0.25  # of a round of it: one that has another depth
 MARGIN = 1.03  # a depth must be so much better than the one that is in use
 REST_MARGIN = 1.1  # and so much no drafts at all, where they pay for requests as they come
+HOPE = 1.0  # standard errors by which drafts must be found worse than none, of one request alone
 REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
 TRIAL_BUDGET = 0.005  # share of the time that trials may cost of which nothing new is expected
 MADE_WINDOW = 32  # rounds that the share of a draft that is made looks back on
@@ -116,8 +117,8 @@ class Governor:
         for request, most in zip(requests, np.bincount(best // depth, minlength=len(requests)).tolist(), strict=True):
             request.most_judged = most
 
-    def _survival_of(self, requests: Sequence[Request]) -> np.ndarray:
-        survival = self._survival.of(np.array([request.slot for request in requests]))
+    def _survival_of(self, requests: Sequence[Request], hope: float = 0.0) -> np.ndarray:
+        survival = self._survival.of(np.array([request.slot for request in requests]), hope)
         for number, request in enumerate(requests):
             limit = request.most_drafts()
             if limit is not None:
@@ -219,6 +220,8 @@ class Governor:
         best = min(found, key=lambda depth: found[depth].token_seconds)
         if found[best].token_seconds * MARGIN >= now.token_seconds and 0 in found and not size.pays:
             best = 0  # drafts that bring nothing are not made
+        if best == 0 and self._may_pay(number, requests, found[0]):
+            best = min(found.keys() - {0}, key=lambda depth: found[depth].token_seconds)
         if best == 0:  # those who come will soon be others
             margin = REST_MARGIN if size.pays else 1.0
         else:
@@ -262,15 +265,21 @@ class Governor:
         ends = [depth for depth in (0, self.depths[-1]) if depth in others and not self._times.knows(number, depth)]
         return ends[0] if ends else others[size.num_trials % len(others)]
 
-    def _expected(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
+    def _expected(self, requests: Sequence[Request], hope: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
         """Chances [N, K], and how many requests have each, [N]: those of whom little is known yet are like all that
         come, some good and some bad. What they are is soon found out."""
         slots = np.array([request.slot for request in requests])
-        survival = self._survival_of(requests)
+        survival = self._survival_of(requests, hope)
         new = (~self._survival.knows(slots)) & np.array([request.most_drafts() is None for request in requests])
-        usual = self._survival.usual(slots)
+        usual = self._survival.usual(slots, hope)
         many = np.append(np.where(new, 0.0, 1.0), np.full(len(usual), new.sum() / len(usual)))
         return np.concatenate([survival, usual]), many
+
+    def _may_pay(self, number: int, requests: Sequence[Request], plain: Offer) -> bool:
+        """Whether it may be for bad luck only that drafts look worse than none. Of few requests few drafts say how good
+        they are, and whoever rests does not find out soon."""
+        hopeful = self._offers(number, *self._expected(requests, HOPE / math.sqrt(len(requests))))
+        return any(offer.token_seconds < plain.token_seconds for depth, offer in hopeful.items() if depth)
 
     def _pays(self, number: int, requests: Sequence[Request]) -> bool:
         """Whether drafts would pay if all requests were drafted for, and were as they come. Those whose drafts stand

@@ -67,15 +67,16 @@ class Survival:
         """How many of the tokens that were expected have come: whoever picks the best of many is a little deceived."""
         return min(max(self._accepted / self._expected, 0.5), 1.2)
 
-    def of(self, rows: np.ndarray) -> np.ndarray:
-        """The chance that each token of a draft is accepted, by slot, [B, K]; it falls from token to token."""
-        return self._chances(self._right[rows], self._seen[rows])
+    def of(self, rows: np.ndarray, hope: float = 0.0) -> np.ndarray:
+        """The chance that each token of a draft is accepted, by slot, [B, K]; it falls from token to token. `hope`:
+        standard errors that are added to what was counted."""
+        return self._chances(self._right[rows], self._seen[rows], hope)
 
     def knows(self, rows: np.ndarray) -> np.ndarray:
         """Of which slots drafts have said something, [B]."""
         return self._seen[rows, 0] >= FEW_DRAFTS
 
-    def usual(self, rows: np.ndarray) -> np.ndarray:
+    def usual(self, rows: np.ndarray, hope: float = 0.0) -> np.ndarray:
         """The same of requests as they come, [N, K]: of those that have ended, and of those in these slots. Where
         drafts of some stand and those of others do not, none of them is like the average of all."""
         known = rows[self.knows(rows)]
@@ -83,11 +84,14 @@ class Survival:
         seen = np.array([*(each for _, each in self._ended), *self._seen[known]])
         if not len(seen):
             right = seen = np.zeros((1, self.lookahead))
-        return self._chances(right, seen)
+        return self._chances(right, seen, hope)
 
-    def _chances(self, right: np.ndarray, seen: np.ndarray) -> np.ndarray:
-        share = self._all_right / self._all_seen
-        return ((right + PRIOR_DRAFTS * share) / (seen + PRIOR_DRAFTS)).cumprod(axis=1)
+    def _chances(self, right: np.ndarray, seen: np.ndarray, hope: float) -> np.ndarray:
+        share, count = self._all_right / self._all_seen, seen + PRIOR_DRAFTS
+        each = (right + PRIOR_DRAFTS * share) / count
+        if hope:
+            each = np.minimum(each + hope * np.sqrt(each * (1 - each) / count), 1.0)
+        return each.cumprod(axis=1)
 
     def fade(self) -> None:
         """What is known may be out of date: what comes next counts more."""
