@@ -1,7 +1,7 @@
-"""The drafters stage: `outrider train` makes both drafters of the embedded default.
+"""The drafters stage: `outrider train` makes the drafters of the embedded default.
 
 Prompts are written from the word lists; several processes let the target answer them, because the host is what a target
-this small waits for; then both drafters learn from the same texts, side by side on one device: first from short rows,
+this small waits for; then the drafters learn from the same texts, side by side on one device: first from short rows,
 which cost less, then from rows as long as the target's context, so that they do not fade with it.
 """
 
@@ -18,7 +18,8 @@ from typing import Any
 from default_model.prompts import requests
 from default_model.small_talk import small_talk
 
-FOLDERS = {"eagle3": "drafter", "p_eagle": "parallel"}
+FOLDERS = {"eagle3": "drafter"}  # the others are called as their method
+WINDOWED = ("eagle3", "p_eagle")  # methods that can look back so far only
 WINDOW = 128  # how far they look back: what is further off helps a draft little, and is what they fade with
 LONG = 12  # turns of a conversation that fills the target's context
 MORE = (
@@ -116,18 +117,20 @@ def make_drafters(options: DraftersOptions) -> None:
         length = {"minutes": minutes} if options.max_steps is None else {"max_steps": options.max_steps}
         rates = {"matrix_rate": 5e-3, "rate": 5e-4} if number else {"matrix_rate": 2e-2, "rate": 1e-3}
         judging = {"data": options.data / "held-out.jsonl", "held_out": 60, "validations": 3, "patience": 0}
-        size = {"depth": 5, "row_len": row_len, "tokens_per_step": options.tokens_per_step, "window": WINDOW}
+        size = {"depth": 5, "row_len": row_len, "tokens_per_step": options.tokens_per_step}
         running = []
         for method in options.methods:
             settings = {**judging, **size, **length, **rates, "seed": options.seed + number}
             settings["out"] = options.data / f"{method}-{number}"
+            if method in WINDOWED:
+                settings["window"] = WINDOW
             if number:
                 settings["init"] = options.data / f"{method}-{number - 1}"
             running.append(_train(method, options, "--train-vocabulary", *texts, **settings))
         _wait(running)
         print(f"rows of {row_len} after {time.monotonic() - begin:.0f} s", flush=True)
     for method in options.methods:
-        folder = options.out / FOLDERS[method]
+        folder = options.out / FOLDERS.get(method, method)
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("config.json", "model.safetensors"):
             (folder / name).write_bytes((options.data / f"{method}-1" / name).read_bytes())
