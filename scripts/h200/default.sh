@@ -4,6 +4,7 @@
 # The processes share the GPU by NVIDIA's MPS where it is installed; otherwise they take turns.
 . scripts/h200/steps.sh
 WORK=${WORK:-$(mktemp -d)}
+mkdir -p "$WORK/default"
 METHODS=${METHODS:-eagle3,p_eagle,dflash}
 SMALL=(--processes 1 --prompts 64 --generate-minutes 0.1 --steps 3 --tokens-per-step 1024 --row-len 128 256)
 [ -n "$SMOKE" ] || SMALL=()

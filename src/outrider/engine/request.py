@@ -46,6 +46,15 @@ class Residence:
     flying: list[Work] = field(default_factory=list)  # its work in rounds under way, the oldest first
     marks: Marks = field(default_factory=Marks)  # where snapshots of recurrent states are taken
 
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """Tokens that rounds under way bring it at least, and rows that it has in them at most."""
+        num_emitting = num_rows = 0
+        for work in self.flying:
+            num_emitting += work.emits
+            num_rows += work.pending + work.allowed
+        return num_emitting, num_rows
+
     def leave(self) -> None:
         """The request gives up its slot and pages: nothing of this stay reaches the next one."""
         vars(self).update(vars(Residence()))

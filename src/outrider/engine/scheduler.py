@@ -191,13 +191,13 @@ class Scheduler:
 
     def _surely_ends(self, request: Request) -> bool:
         """Whether rounds under way bring its last token, whatever they bring: each brings one at least."""
-        return request.remaining(self.limits.max_model_len) <= _under_way(request)[0]
+        return request.remaining(self.limits.max_model_len) <= request.under_way[0]
 
     def _work(self, request: Request, budget: int, depth: int, num_left: int) -> Work:
         """Of its draft only its share, so that the `num_left` requests from this one on can all move: some drafts are
         longer than the drafter's. While a round is under way that brings it a token, how far it has come is known to
         the device alone."""
-        num_emitting, num_flying = _under_way(request)
+        num_emitting, num_flying = request.under_way
         remaining = request.remaining(self.limits.max_model_len) - num_emitting
         start = request.num_computed + num_flying  # at most
         if num_emitting:
@@ -392,14 +392,5 @@ def _is_reading(request: Request) -> bool:
 
 def _num_unread(request: Request) -> int:
     """Known tokens that no round has run, nor is running."""
-    num_emitting, num_flying = _under_way(request)
+    num_emitting, num_flying = request.under_way
     return 0 if num_emitting else len(request.tokens) - request.num_computed - num_flying
-
-
-def _under_way(request: Request) -> tuple[int, int]:
-    """Tokens that rounds under way bring it at least, and rows that it has in them at most."""
-    num_emitting = num_rows = 0
-    for work in request.flying:
-        num_emitting += work.emits
-        num_rows += work.pending + work.allowed
-    return num_emitting, num_rows
