@@ -82,11 +82,12 @@ def share_blocks(module: nn.Module, blocks: Mapping[nn.Parameter, Packed | Quant
                 routed.keep(parameter, stack)
 
 
-def round_matrices(module: nn.Module, kind: Kind) -> None:
-    """Those of a model that is filled; where one has no such form, it stays as it is."""
+def round_matrices(module: nn.Module, kind: Kind, *, head: bool = True) -> None:
+    """Those of a model that is filled; where one has no such form, it stays as it is. `head`: that too."""
     looked_up = {layer.weight for layer in packable(module) if isinstance(layer, Embedding)}
+    kinds = (Linear, Head) if head else Linear
     for layer in packable(module):
-        if isinstance(layer, Linear | Head) and layer.weight not in looked_up:
+        if isinstance(layer, kinds) and layer.weight not in looked_up:
             layer.packed = quantise(layer.weight.detach(), kind)
             if layer.packed is not None:
                 take_memory(layer.weight)
