@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from samples import drafter_settings, guide
 
 from outrider import LLM, SamplingParams
-from outrider.kernels.quantised import Quantised
+from outrider.kernels.quantised import Kind, Quantised
 from outrider.layers.linear import Linear
-from outrider.layers.packing import held_bytes
+from outrider.layers.packing import held_bytes, round_matrices
 from outrider.llm import total_speculation
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -101,6 +101,14 @@ def test_rounded_as_it_is_loaded(kind: str, target_path: Callable[..., Path]) ->
             distance = (ours.packed.dense(torch.float32) - theirs.weight).norm() / theirs.weight.norm()
             assert 0 < distance < (0.15 if kind == "int4" else 0.05)
         assert len(llm.generate([PROMPT], FEW)[0].outputs[0].token_ids) == FEW.max_tokens
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_the_head_may_stay_as_it_is(target_path: Callable[..., Path]) -> None:
+    with LLM(target_path(), None, **OPTIONS) as llm:
+        round_matrices(llm.target, Kind.INT4, head=False)
+        assert all(isinstance(layer.packed, Quantised) for layer in matrices(llm))
+        assert llm.target.head.packed is None
 
 
 def test_rounding_is_refused_where_there_are_no_kernels(target_path: Callable[..., Path]) -> None:
