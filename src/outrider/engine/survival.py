@@ -5,6 +5,7 @@ read it: whoever uses it must do so on the device."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -84,7 +85,7 @@ class Survival:
         seen = np.array([*(each for _, each in self._ended), *self._seen[known]])
         if not len(seen):
             right = seen = np.zeros((1, self.lookahead))
-        return self._chances(right, seen, hope)
+        return self._chances(right, seen, hope / math.sqrt(len(seen)))  # of many, the mean is known well
 
     def _chances(self, right: np.ndarray, seen: np.ndarray, hope: float) -> np.ndarray:
         share, count = self._all_right / self._all_seen, seen + PRIOR_DRAFTS
