@@ -31,7 +31,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_attention, "_processors", lambda device: 7)
     monkeypatch.setattr(prompt_attention, "SPARED", 3)
     monkeypatch.setattr(prompt_attention, "_attend_prompts", kernel)
-    monkeypatch.setattr(gpu_attention, "_prompt_attention", lambda device: prompt_attention)
+    monkeypatch.setattr(gpu_attention, "on_hopper", lambda name, device: prompt_attention)
 
 
 @pytest.mark.skipif(CUDA, reason="words in numpy know no device")

@@ -194,7 +194,7 @@ def test_it_is_used_where_it_was_faster(
         return [each for each in range(1, 400) if gpu_linear._row_products(each, weight, gated, **more) is not None]
 
     assert chosen(has_bias=False) == []
-    monkeypatch.setattr(gpu_linear, "_on_hopper", lambda device: row_products)
+    monkeypatch.setattr(gpu_linear, "on_hopper", lambda name, device: row_products)
     assert chosen(has_bias=False) == list(rows)
     assert chosen(has_bias=True) == []
     for count in (65, 128, 192, 256, 320):
@@ -252,7 +252,7 @@ def test_linears_use_it(gated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(exactly[:7], run(x[:7], exact=True))
     torch.testing.assert_close(run(x), wanted, rtol=4e-3, atol=2e-2)
     assert not launches
-    monkeypatch.setattr(gpu_linear, "_on_hopper", lambda device: row_products)
+    monkeypatch.setattr(gpu_linear, "on_hopper", lambda name, device: row_products)
     small = (bool(gated), range(33, 65), range(128, 129), range(64, 65))
     monkeypatch.setattr(row_products, "FASTER", (small,))
     torch.testing.assert_close(run(x), wanted, rtol=4e-3, atol=2e-2)

@@ -5,9 +5,7 @@ last to finish with some rows puts their parts together. In exact mode the parts
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -17,6 +15,7 @@ from torch import Tensor
 from outrider.kernels.gpu import launch
 from outrider.kernels.gpu.attention_parts import finish, leave, put_together
 from outrider.kernels.gpu.attention_work import ANY, ITEM, Form, Keys, Span, work_for
+from outrider.kernels.gpu.hopper import on_hopper
 from outrider.kernels.gpu.page_bits import attend_words, in_float16, softmax_step
 
 BLOCK_BYTES = 65536  # of keys and values that a program reads at a time
@@ -206,7 +205,7 @@ def paged_attention(
     main, rest = split_dim(dim)
     last_key, table = keys.last_key, keys.page_table
     forms = forms_for(keys, group, (dim, value_dim), q.element_size(), parts, k_pages.element_size())
-    prompts = _prompt_attention(q.device) if forms[0].block_m == 128 else None
+    prompts = on_hopper("prompt_attention", q.device) if forms[0].block_m == 128 else None
     if prompts is not None and prompts.fits(q, pages, keys):
         forms[0] = prompts.form(forms[0].rows, q.device)
     else:
@@ -290,17 +289,6 @@ def _side_by_side(run: Callable[[Form], None], forms: list[Form], device: torch.
         for form in others:
             run(form)
     current.wait_stream(side)
-
-
-@functools.cache
-def _prompt_attention(device: torch.device) -> Any:
-    """The module of prompts' own kernel, on Hopper, where Triton has what it is written in (3.6 has)."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return None
-    try:
-        return importlib.import_module("outrider.kernels.gpu.prompt_attention")
-    except ImportError:
-        return None
 
 
 @functools.cache

@@ -3,8 +3,6 @@ Tiles and the order of sums depend on the weight's shape alone, so a row's bits 
 
 from __future__ import annotations
 
-import functools
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from outrider.kernels.gpu import gates, launch, sliced, widen
 from outrider.kernels.gpu.epilogue import beside, finish
+from outrider.kernels.gpu.hopper import on_hopper
 from outrider.kernels.gpu.launch import prefetch
 
 SMALL = 2**22  # numbers in a weight: time goes into starting, not into reading
@@ -142,21 +141,10 @@ def _row_products(num_rows: int, weight: Tensor, gated: int, has_bias: bool) -> 
     """The module that multiplies some hundred rows, where that is faster than cuBLAS."""
     if num_rows <= 32 or has_bias or weight.numel() < SMALL:
         return None
-    module = _on_hopper(weight.device)
+    module = on_hopper("row_products", weight.device)
     if module is None or not module.fits(num_rows, weight):
         return None
     return module if module.is_faster(num_rows, *weight.shape, gated) else None
-
-
-@functools.cache
-def _on_hopper(device: torch.device) -> Any:
-    """The module, if this is a Hopper, and Triton has what it is written in."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return None
-    try:
-        return importlib.import_module("outrider.kernels.gpu.row_products")
-    except ImportError:
-        return None
 
 
 def is_faster(num_rows: int, weight: Tensor, gated: int = gates.NONE, *, has_bias: bool = False) -> bool:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.gpu import gates, sliced, wide, widen
+from outrider.kernels.gpu.hopper import on_hopper
 from outrider.kernels.quantised import Quantised, scales
 
 BLOCK = 1024  # words that a program widens
@@ -32,7 +29,7 @@ def linear(
     [T, out / 2], act(gate) * up. `exact`: a row's bits do not depend on how many there are. `out`: where to put the
     result, dense."""
     num_columns = len(weight.data) // 2 if gated else len(weight.data)
-    held = _held() if HELD and not exact and x.is_cuda and x.dtype == torch.bfloat16 else None
+    held = on_hopper("held", x.device) if HELD and not exact and x.dtype == torch.bfloat16 else None
     if held is not None and held.fits(x, weight, residual, gated):
         return held.linear(x, weight, bias, residual, gated=gated, out=out)
     if not exact and wide.is_for(len(x), num_columns, weight.num_columns, weight.kind.num_parts, gated):
@@ -54,15 +51,6 @@ def linear(
         exact=exact,
         out=out,
     )
-
-
-@functools.cache
-def _held() -> Any:
-    """The module of weights that go straight into registers, where Triton has what it is written in (3.6 has)."""
-    try:
-        return importlib.import_module("outrider.kernels.gpu.held")
-    except ImportError:
-        return None
 
 
 @triton.jit
