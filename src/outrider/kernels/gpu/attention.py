@@ -20,9 +20,8 @@ from outrider.kernels.gpu.page_bits import attend_words, in_float16, softmax_ste
 
 BLOCK_BYTES = 65536  # of keys and values that a program reads at a time
 FEW_ROWS = 16  # of a request: a draft, or less; where others read prompts, such requests have a launch of their own
-# of a launch for few rows over pages in 8 bits: keys, warps, stages, programs. None: as many keys and warps as in 16
-# bits, and one stage more. scripts/h200/pages.py tries others
-FP8_FORM: tuple[int, int, int, int] | None = None
+# of a launch for few rows over pages in 8 bits: keys, warps, stages, programs; as measured (scripts/h200/pages.py)
+FP8_FORM = (128, 4, 4, 264)
 LOG2_E = 1.4426950408889634  # scores are kept in units of log 2: powers of two are what a device computes
 
 
@@ -263,7 +262,7 @@ def forms_for(
             block_n = 64  # of latents, which are keys and values at once
         is_wide = block_m == 128 or (dim >= 256 and not is_large)
         stages = 3 if is_large or page_bytes == 1 else 2  # of half the bytes, two blocks are on their way
-        if page_bytes == 1 and FP8_FORM is not None and dim == 128 and not is_large:
+        if page_bytes == 1 and dim == 128 and not is_large:
             return Form(rows, block_m, *FP8_FORM)
         return Form(rows, block_m, block_n, 8 if is_wide else 4, stages)
 

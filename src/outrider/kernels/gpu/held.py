@@ -26,7 +26,7 @@ UNIT = gl.constexpr(8.0)  # numbers are computed with in eighths
 ROWS = gl.constexpr(8)  # of the input: the N of the smallest product
 RUN = 128  # numbers of a run: those of a group
 LEAST_COLUMNS = 64  # that any tile divides
-MANY, LONG = 16384, 64  # outputs, and runs of inputs
+FEW, MANY, LONG = 4096, 16384, 64  # outputs; and runs of inputs
 HEIGHT = gl.constexpr(16)  # outputs of a tile: its M
 
 
@@ -233,9 +233,11 @@ def fits(x: Tensor, weight: Quantised, residual: Tensor | None = None, gated: in
 
 
 def tile_for(num_columns: int, num_runs: int, gated: int) -> Tile:
-    """As many programs as divide well among 132 multiprocessors, by counting; not measured yet (docs/diary.md)."""
+    """Measured on an H200 (scripts/h200/int4.py), the same for one row and for six."""
     if gated:
-        return Tile(2, 4, 2)
-    if num_columns >= MANY:
         return Tile(4, 4, 2)
-    return Tile(1, 8, 2) if num_runs >= LONG else Tile(1, 4, 4)
+    if num_columns >= MANY:
+        return Tile(4, 4, 1)
+    if num_runs >= LONG:
+        return Tile(1, 8, 2)
+    return Tile(1, 4, 8 if num_columns <= FEW else 4)
