@@ -1,4 +1,4 @@
-"""A line about a certificate: `outrider certify --json > FILE; python scripts/h200/certificate.py NAME FILE`."""
+"""A line about a certificate: `outrider certify --json > F.json 2> F.err; python scripts/h200/certificate.py NAME F.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from common import say
 def main(name: str, path: str, *, wanted: int) -> None:
     text = Path(path).read_text().strip()
     if not text:
-        say(f"FAILED certify {name}: it said nothing")
+        errors = Path(path).with_suffix(".err")
+        lines = errors.read_text(errors="replace").split("\n") if errors.exists() else []
+        said = " | ".join([line.strip() for line in lines if line.strip()][-6:])
+        say(f"FAILED certify {name}: {said[-600:] or 'it said nothing'}")
         return
     found = json.loads(text.splitlines()[-1])
     counts, joining = found["counts"], [case for case in found["cases"] if case["composition"] == "joining"]

@@ -214,8 +214,9 @@ def certify(kind: str) -> None:
         settings = f'{{"quantization": "{kind}", "num_speculative_tokens": {K}}}'
         chosen = ["--quick", "--max-tokens", "32", "--exact", "--dtype", "bfloat16", "--quantization", kind]
         chosen += ["--speculative-config", settings]
-    with path.open("w") as file:
-        subprocess.run([sys.executable, "-m", "outrider", "certify", "--json", *chosen], stdout=file, timeout=200)
+    command = [sys.executable, "-m", "outrider", "certify", "--json", *chosen]
+    with path.open("w") as file, path.with_suffix(".err").open("w") as errors:
+        subprocess.run(command, stdout=file, stderr=errors, timeout=200)
     name = f"embedded pair in {kind}"
     subprocess.run([sys.executable, str(Path(__file__).with_name("certificate.py")), name, str(path)])
 
