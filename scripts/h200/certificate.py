@@ -1,4 +1,6 @@
-"""A line about a certificate: `outrider certify --json > F.json 2> F.err; python scripts/h200/certificate.py NAME F.json`."""
+"""A line about a certificate.
+
+outrider certify --json > F.json 2> F.err; python scripts/h200/certificate.py NAME F.json"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ First every form is checked against torch, in a process for each matrix and numb
 ended. Then forms that were right are timed, in CUDA graphs over more weights than the L2 holds. A line: rows and
 matrix, us of reading the weight once, then every form from the fastest on; `*`: the one that is chosen today.
 h, held.py: tiles of 16 outputs . warps . stages; s, sliced.py: slices . outputs . stages . warps; w, wide.py:
-outputs . stages . warps . parts. If `h` is first for one row, and for six, set HELD in kernels/gpu/quantised.py."""
+outputs . stages . warps . parts."""
 
 from __future__ import annotations
 

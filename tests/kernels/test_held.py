@@ -86,8 +86,16 @@ def test_what_does_not_fit() -> None:
         assert not held.fits(x[:8], other), (kind, columns, group, ordered)
 
 
-def test_it_is_not_used_yet() -> None:
-    assert not quantised.HELD
+@pytest.mark.parametrize(("rows", "exact", "is_used"), [(8, False, True), (9, False, False), (8, True, False)])
+def test_where_it_is_used(rows: int, exact: bool, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised, "on_hopper", lambda name, device: held)
+    monkeypatch.setattr(held, "linear", lambda *given, **named: "held")
+    monkeypatch.setattr(quantised.sliced, "linear", lambda *given, **named: "sliced")
+    monkeypatch.setattr(quantised.wide, "linear", lambda *given, **named: "wide")
+    weight = random_weight(Kind.INT4, 64, 4, 128, has_offset=False, is_ordered=False)
+    x = torch.zeros(rows, 512, dtype=torch.bfloat16, device=DEVICE)
+    found: object = quantised.linear(x, weight, exact=exact)
+    assert (found == "held") == is_used
 
 
 def pair(value: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class RandomDepth:
         return self._now
 
     def note(self, landed: Landed) -> None:
-        assert landed.seconds > 0
+        assert landed.seconds >= 0  # 0: not known
         self._left -= 1
         if self._left <= 0:
             self._now = self._chance.choice([0, *self.depths])

@@ -12,7 +12,6 @@ from outrider.kernels.gpu.hopper import on_hopper
 from outrider.kernels.quantised import Quantised, scales
 
 BLOCK = 1024  # words that a program widens
-HELD = True
 
 
 def linear(
@@ -29,7 +28,7 @@ def linear(
     [T, out / 2], act(gate) * up. `exact`: a row's bits do not depend on how many there are. `out`: where to put the
     result, dense."""
     num_columns = len(weight.data) // 2 if gated else len(weight.data)
-    held = on_hopper("held", x.device) if HELD and not exact and x.dtype == torch.bfloat16 else None
+    held = on_hopper("held", x.device) if not exact and x.dtype == torch.bfloat16 else None
     if held is not None and held.fits(x, weight, residual, gated):
         return held.linear(x, weight, bias, residual, gated=gated, out=out)
     if not exact and wide.is_for(len(x), num_columns, weight.num_columns, weight.kind.num_parts, gated):
