@@ -178,18 +178,10 @@ def test_many_requests_need_not_have_room_for_all_drafts(target_path: Callable[.
             seen.append(landed)
             note(landed)
 
-        parts = llm.engine._parts
-
-        def disturbed(*given: Any, **named: Any) -> Any:
-            if len(seen) % 5 == 0:
-                llm.engine.stopwatch.disturb()  # as a recording does: nobody can tell what the round takes
-            return parts(*given, **named)
-
         policy.note = spy  # type: ignore[method-assign]
-        llm.engine._parts = disturbed  # type: ignore[method-assign]
         for _ in range(4):
             assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == plain
-    assert {landed.seconds > 0 for landed in seen} == {True, False}
+    note(replace(seen[0], seconds=0.0))  # of a round during which something was recorded nobody can tell
     for landed in seen:
         if landed.num_requests == 18 and not landed.num_other_rows:
             assert landed.num_rows in rows_between(18, landed.depth)
