@@ -11,6 +11,7 @@ from test_triton_round import (
     CATCHING,
     HIDDEN,
     LOOKAHEAD,
+    NUM_SLOTS,
     ROUNDS,
     TAPS,
     check_lay_out,
@@ -21,6 +22,7 @@ from test_triton_round import (
 
 from outrider.kernels import native_round
 from outrider.kernels import round as rounds
+from outrider.kernels import taps as taps_reference
 from outrider.kernels.ahead import rows_ahead_reference
 from outrider.kernels.dispatch import use_native_round
 from outrider.types import Draft, RoundShape
@@ -80,9 +82,20 @@ def test_taps_that_are_kept(people: list[list[int]], shape: RoundShape, num_carr
     verdict = rounds.judge_reference(step, right_choices(step, 3))
     taps, carried = torch.randn(shape.num_rows, TAPS, HIDDEN), ours.carry[step.batch.slots]
     native_round.keep_taps(step, taps, carried, verdict, (ours.carry, ours.tails))
-    rounds.keep_taps_reference(step, taps, carried, verdict, (theirs.carry, theirs.tails))
+    taps_reference.keep_taps_reference(step, taps, carried, verdict, (theirs.carry, theirs.tails))
     assert ours.carry[:-1].equal(theirs.carry[:-1])
     assert ours.tails[1:].equal(theirs.tails[1:])
+
+
+@pytest.mark.parametrize(("people", "shape"), ROUNDS)
+def test_taps_that_a_drafter_misses(people: list[list[int]], shape: RoundShape) -> None:
+    batch = make_step(make_cache(1), people, shape).batch
+    taps = torch.randn(shape.num_rows, TAPS, HIDDEN)
+    ours, theirs = torch.zeros(2, NUM_SLOTS, 7, TAPS, HIDDEN)
+    native_round.keep_missed(batch, taps, ours)
+    taps_reference.keep_missed_reference(batch, taps, theirs)
+    assert ours[:-1].equal(theirs[:-1])  # the last one is nobody's
+    assert ours[:-1].any()
 
 
 @pytest.mark.parametrize("catching", CATCHING)
@@ -96,7 +109,7 @@ def test_taps_of_the_rows_before(people: list[list[int]], shape: RoundShape, cat
     taps, carried = torch.randn(shape.num_rows, TAPS, HIDDEN), cache.carry[step.batch.slots]
     found = native_round.shift_taps(step, taps, carried, batch, how.back)
     inside = int(rows.query_start[-1])
-    assert found[:inside].equal(rounds.shift_taps_reference(step, taps, carried, batch, how.back)[:inside])
+    assert found[:inside].equal(taps_reference.shift_taps_reference(step, taps, carried, batch, how.back)[:inside])
 
 
 @pytest.mark.parametrize(("people", "shape"), ROUNDS)

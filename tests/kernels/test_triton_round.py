@@ -14,7 +14,9 @@ from outrider.engine.options import Flags
 from outrider.engine.runner import Runner
 from outrider.kernels import dispatch
 from outrider.kernels import round as reference
+from outrider.kernels import taps as taps_reference
 from outrider.kernels.gpu import round as gpu
+from outrider.kernels.gpu import taps as gpu_taps
 from outrider.types import Draft, Guidance, RoundShape, Seats, Step, Verdict
 
 TAPS, HIDDEN, PAGE_SIZE, NUM_SLOTS, LOOKAHEAD = 2, 24, 4, 6, 5
@@ -35,7 +37,7 @@ ROUNDS = [
 @pytest.fixture(autouse=True)
 def references(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared with the kernels must not use them itself."""
-    for module in (dispatch, reference):
+    for module in (dispatch, reference, taps_reference):
         monkeypatch.setattr(module, "use_triton", lambda x: False)
 
 
@@ -123,6 +125,17 @@ def check_lay_out(
     assert int(wanted.rows.query_start[-1]) > 0
 
 
+@pytest.mark.parametrize(("people", "shape"), ROUNDS)
+def test_taps_that_a_drafter_misses(people: list[list[int]], shape: RoundShape) -> None:
+    batch = make_step(make_cache(1), people, shape).batch
+    taps = torch.randn(shape.num_rows, TAPS, HIDDEN, device=DEVICE)
+    ours, theirs = torch.zeros(2, NUM_SLOTS, 7, TAPS, HIDDEN, device=DEVICE)
+    gpu_taps.keep_missed(batch, taps, ours)
+    taps_reference.keep_missed_reference(batch, taps, theirs)
+    assert ours[:-1].equal(theirs[:-1])  # the last one is nobody's
+    assert ours[:-1].any()
+
+
 @pytest.mark.parametrize("num_carried", [1, 3, 0])
 @pytest.mark.parametrize(("people", "shape"), ROUNDS)
 def test_judge_and_keep_taps(people: list[list[int]], shape: RoundShape, num_carried: int) -> None:
@@ -132,9 +145,9 @@ def test_judge_and_keep_taps(people: list[list[int]], shape: RoundShape, num_car
     taps = torch.randn(shape.num_rows, TAPS, HIDDEN, device=DEVICE)
     carried = ours.carry[steps[0].batch.slots]
     verdict = gpu.judge(steps[0], choice)
-    gpu.keep_taps(steps[0], taps, carried, verdict, (ours.carry, ours.tails))
+    gpu_taps.keep_taps(steps[0], taps, carried, verdict, (ours.carry, ours.tails))
     wanted = reference.judge_reference(steps[1], choice)
-    reference.keep_taps_reference(steps[1], taps, carried, wanted, (theirs.carry, theirs.tails))
+    taps_reference.keep_taps_reference(steps[1], taps, carried, wanted, (theirs.carry, theirs.tails))
     for name, value in vars(wanted).items():
         assert vars(verdict)[name].equal(value), name
     for name in ("lengths", "computed", "kept_state"):
@@ -178,8 +191,8 @@ def test_extension(people: list[list[int]], shape: RoundShape, catching: tuple[i
     batch.request, batch.query_start, old = rows.request, rows.query_start, batch.query_start
     extended, step.batch = batch, make_step(make_cache(3), people, shape).batch
     assert step.batch.query_start.equal(old)
-    found = gpu.shift_taps(step, taps, carried, extended, how.back)
-    expected = reference.shift_taps_reference(step, taps, carried, extended, how.back)
+    found = gpu_taps.shift_taps(step, taps, carried, extended, how.back)
+    expected = taps_reference.shift_taps_reference(step, taps, carried, extended, how.back)
     inside = int(rows.query_start[-1])
     assert found[:inside].equal(expected[:inside])
 

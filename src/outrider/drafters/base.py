@@ -16,8 +16,9 @@ from outrider.drafters.fresh import Fresh, Plan
 from outrider.drafters.lesson import Lesson, Loss
 from outrider.kernels.ahead import Ahead, rows_ahead
 from outrider.kernels.collective import Ranks
-from outrider.kernels.round import Catching, extension_rows, shift_taps
+from outrider.kernels.round import Catching, extension_rows
 from outrider.kernels.sampling import choose
+from outrider.kernels.taps import shift_taps
 from outrider.models.base import Target
 from outrider.registry import Registry
 from outrider.types import (

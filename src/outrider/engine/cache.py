@@ -13,8 +13,8 @@ from outrider.engine.snapshot_pool import NUM_WANTED
 from outrider.engine.snapshots import WantedSnapshots
 from outrider.engine.upload import upload
 from outrider.host_memory import zeros
-from outrider.kernels.round import keep_taps
 from outrider.kernels.take import take_rows
+from outrider.kernels.taps import keep_missed, keep_taps
 from outrider.layers.cached import CachedLayer, RecurrentLayer, cached_layers, recurrent_layers
 from outrider.types import NULL_PAGE, CacheSpec, Hidden, Images, Latent, Recurrent, SlotState, Step, Verdict
 
@@ -227,8 +227,7 @@ class Cache:
     def miss(self, step: Step, hidden: Hidden) -> None:
         """The drafter does not see this step: its taps are kept instead."""
         if self.shape.num_taps:
-            batch = step.batch
-            self._missed[batch.row_slots, batch.indices % self.shape.num_missable] = hidden.taps
+            keep_missed(step.batch, hidden.taps, self._missed)
 
     def missed(self, step: Step) -> Hidden:
         """What the target computed in rows that the drafter has missed, as far as drafters look at it."""

@@ -52,6 +52,7 @@ _OPERATIONS = (
     "write_outcome",
     "extension_rows",
     "keep_taps",
+    "keep_missed",
     "shift_taps",
     "rows_ahead",
 )

@@ -15,6 +15,7 @@ _JUDGE = struct.Struct("@15q 3q")
 _OUTCOME = struct.Struct("@15q 6q")
 _EXTENSION = struct.Struct("@14q 10q")
 _KEEP_TAPS = struct.Struct("@5q 7q 4q")
+_KEEP_MISSED = struct.Struct("@4q 3q")
 _SHIFT_TAPS = struct.Struct("@5q 4q 2q")
 _ROWS_AHEAD = struct.Struct("@6q 4q")
 
@@ -136,6 +137,12 @@ def keep_taps(step: Step, taps: Tensor, carried: Tensor, verdict: Verdict, kept:
         *(batch.page_table.shape[1], batch.page_size, tails.shape[1], len(batch.slots)),
     )
     _native().keep_taps(work)
+
+
+def keep_missed(batch: Batch, taps: Tensor, missed: Tensor) -> None:
+    size = taps.shape[1] * taps.shape[2]
+    rows = map(_whole, (batch.row_slots, batch.indices))
+    _native().keep_missed(_KEEP_MISSED.pack(_address(taps), *rows, _address(missed), len(taps), size, missed.shape[1]))
 
 
 def shift_taps(step: Step, taps: Tensor, carried: Tensor, rows: Batch, back: int) -> Tensor:

@@ -192,6 +192,20 @@ EXPORT void outrider_keep_taps(const keep_taps_work *work) {
 }
 
 typedef struct {
+    const float *taps;
+    const int64_t *slots, *indices; /* of each row */
+    float *missed; /* [slots, room, size] */
+    long num_rows, size, room;
+} keep_missed_work;
+
+EXPORT void outrider_keep_missed(const keep_missed_work *work) {
+    for (long row = 0; row < work->num_rows; row++) {
+        int64_t place = work->slots[row] * work->room + work->indices[row] % work->room;
+        memcpy(work->missed + place * work->size, work->taps + row * work->size, (size_t)work->size * sizeof(float));
+    }
+}
+
+typedef struct {
     tap_source source;
     const int64_t *num_rows, *request;
     const int32_t *new_start;

@@ -44,3 +44,11 @@ def prefetch(pointers, SIZE: tl.constexpr):
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
         [at, tl.full(at.shape, SIZE // PIECES, tl.int32)], tl.int32, False, 1,
     )  # fmt: skip
+
+
+@triton.jit
+def await_last(EARLY: tl.constexpr):
+    """The launch before this one may still be at work: waits for its results."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
