@@ -104,9 +104,9 @@ def test_recordings_and_kernels_are_counted_on_a_gpu(target_path: Callable[..., 
     cold, warm = start(config, None, tmp_path), start(config, None, tmp_path)
     assert cold.num_recordings == warm.num_recordings > 0
     assert cold.num_kernels > 0 == warm.num_kernels
-    for each in (cold, warm):
-        assert 0 < each.within_warm_up["recordings"] <= each.parts["warm-up"]
-    assert cold.within_warm_up["recordings"] > warm.within_warm_up["recordings"]
+    spent = [sum(each.within_warm_up.values()) for each in (cold, warm)]
+    assert 0 < spent[1] < spent[0] <= cold.parts["warm-up"]
+    assert warm.within_warm_up.keys() == {f"{part} recordings" for part in ("forward", "choose", "draft")}
 
 
 # the report
@@ -115,17 +115,17 @@ def test_recordings_and_kernels_are_counted_on_a_gpu(target_path: Callable[..., 
 def test_medians_of_several_starts() -> None:
     def started(seconds: float) -> Started:
         parts = {"interpreter": 0.1, "imports": seconds, "warm-up": 2 * seconds}
-        return Started(4 * seconds, 5 * seconds, parts, {"recordings": seconds}, 7, 9, 1)
+        return Started(4 * seconds, 5 * seconds, parts, {"draft recordings": seconds}, 7, 9, 1)
 
     report = to_dict(SETTING, Starts([started(3), started(9), started(4)], [started(1)] * 3))
     cold, warm = report["cold"], report["warm"]
     assert (cold["ready_seconds"], cold["first_token_seconds"], warm["ready_seconds"]) == (16, 20, 4)
     assert (cold["parts"]["imports"], cold["parts"]["warm-up"], cold["parts"]["cache"]) == (4, 8, 0)
     assert cold["parts"]["rest"] == pytest.approx(16 - 12.1)
-    assert cold["within_warm_up"] == {"recordings": 4}
+    assert cold["within_warm_up"] == {"draft recordings": 4}
     written = io.StringIO()
     show_card(Console(file=written, width=100), report)
     lines = [line.split() for line in written.getvalue().splitlines()]
     assert ["ready", "16.00", "4.00"] in lines
-    assert ["recordings", "4.00", "1.00"] in lines
+    assert ["draft", "recordings", "4.00", "1.00"] in lines
     assert "7 recordings; kernels compiled for a GPU: 9 cold, 9 warm, 1 after it was ready" in written.getvalue()

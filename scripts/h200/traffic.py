@@ -392,7 +392,8 @@ def startup() -> None:
         while name == "warm" and (other := os.environ.get("WAIT_FOR")) and not Path(other).exists():
             time.sleep(0.2)  # for whatever runs beside the cold start, and would disturb from here on
         made = start(config, SHAPE, cache)
-        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in made.parts.items())
+        spent = {**made.parts, **made.within_warm_up}
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in spent.items())
         said = f" ({verdict(made.ready, 20, at_least=False)})" if name == "warm" else ""
         say(
             f"startup {name}: ready after {made.ready:.1f} s, first token {made.first_token:.1f}{said}; {parts}; "

@@ -26,7 +26,6 @@ from outrider.config import EngineConfig
 COLD, WARM = "cold", "warm"
 # in the order in which they happen; what is left until the engine is ready is the rest
 PARTS = ("interpreter", "imports", "models", "weights", "cache", "check-up", "warm-up")
-WITHIN_WARM_UP = ("recordings",)  # and compiling kernels for them
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Started:
     ready: float  # seconds from starting it until the engine is ready
     first_token: float  # and until its first token is there
     parts: dict[str, float]
-    within_warm_up: dict[str, float]
+    within_warm_up: dict[str, float]  # recordings of each part of a round, and compiling kernels for them
     num_recordings: int
     num_kernels: int  # compiled for a GPU until it was ready
     num_late_kernels: int  # and after that: the first request waited for them
@@ -149,9 +148,7 @@ def _medians(starts: Sequence[Started]) -> dict[str, Any]:
         "parts": {name: median([each.parts.get(name, 0.0) for each in starts]) for name in PARTS}
         | {"rest": median([each.rest for each in starts])},
         "within_warm_up": {
-            name: median([each.within_warm_up[name] for each in starts])
-            for name in WITHIN_WARM_UP
-            if name in last.within_warm_up
+            name: median([each.within_warm_up[name] for each in starts]) for name in last.within_warm_up
         },
         "num_recordings": last.num_recordings,
         "num_kernels_compiled": last.num_kernels,

@@ -239,9 +239,9 @@ class Engine:
         if self.graphs is not None and self._is_recordable(plan):
             fitted = self.graphs.fitted(plan, depth, rests=rests)
             if fitted is not None:
-                known = self.graphs.record_seconds
+                known = sum(self.graphs.record_seconds.values())
                 recorded = self.graphs.round(plan, fitted)
-                if self.graphs.record_seconds > known:
+                if sum(self.graphs.record_seconds.values()) > known:
                     self.stopwatch.disturb()
                 return recorded, fitted
         shape = exact_shape(plan, depth, rests=rests)
@@ -396,8 +396,9 @@ class Engine:
 
     @property
     def recording_seconds(self) -> dict[str, float]:
-        """Seconds that warming up spent on recordings, by kind."""
-        return {} if self.graphs is None else {"recordings": self.graphs.record_seconds}
+        """Seconds that warming up spent on recordings, by part of a round."""
+        spent = {} if self.graphs is None else self.graphs.record_seconds
+        return {f"{part.value} recordings": seconds for part, seconds in spent.items()}
 
     @property
     def num_recorded_rounds(self) -> int:

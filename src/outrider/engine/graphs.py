@@ -95,7 +95,9 @@ class Graphs:
         self._pool: Any = None  # of memory; all recordings share it, as they never run at once
         self._stream: torch.cuda.Stream | None = None  # that recordings are made on
         self.num_launched = 0
-        self.record_seconds = 0.0  # spent on recording, and on compiling kernels for it
+        self.record_seconds = dict.fromkeys(Part, 0.0)  # spent on recording, and on compiling kernels for it
+        self._cleared: set[RoundShape] = set()  # of which everything that is made only once has been made
+        self._unused = 0  # bytes that recordings hold on to, when what else was unused was given back last
 
     def fitted(self, plan: Sequence[Work], depth: int, *, rests: bool) -> RoundShape | None:
         """The sizes that such a round is recorded for, None if it is too large. No more drafts
@@ -234,7 +236,7 @@ class Graphs:
             if found is None or (key.flags.adjusted and found.generation != generation):
                 begin = time.perf_counter()
                 self._recordings[key] = self._record(key)
-                self.record_seconds += time.perf_counter() - begin
+                self.record_seconds[key.part] += time.perf_counter() - begin
 
     def _run(self, key: GraphKey) -> Tensor | None:
         runner, buffers, shape = self._runner, self.buffers, key.shape
@@ -267,8 +269,10 @@ class Graphs:
         """Of every kind of part one is run first, with nobody seated, so that nothing changes: what is made only once
         must not be made while that is recorded. The others are recorded as they are; kernels are compiled and loaded on
         the way."""
-        self._clear(key.shape)
         kind = (key.part, key.flags, key.shape.depth, key.shape.rests)
+        if kind not in self._begun or key.shape not in self._cleared:
+            self._cleared.add(key.shape)
+            self._clear(key.shape)
         if kind not in self._begun:
             self._begun.add(kind)
             self._run_empty(key)
@@ -283,9 +287,9 @@ class Graphs:
         """What is launched meanwhile is recorded. (torch.cuda.graph does the same, and gives unused memory back each
         time: for the thousand parts of a warm-up, that is most of the time.)"""
         device = self._runner.device
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        if unused > MAX_UNUSED:
+        if _unused_bytes(device) > self._unused + MAX_UNUSED:
             torch.cuda.empty_cache()
+            self._unused = _unused_bytes(device)
         self._stream = self._stream or torch.cuda.Stream(device)
         current = torch.cuda.current_stream(device)
         self._stream.wait_stream(current)
@@ -337,6 +341,12 @@ class RecordedRound:
         last = self._last if draft is None else self._graphs.replay(draft)
         assert last.outcomes is not None
         return last.outcomes[self._place], self._graphs.mailbox.ended(self._place)
+
+
+def _unused_bytes(device: torch.device) -> int:
+    """Of the memory that was asked for, for whatever comes next."""
+    known = torch.cuda.memory_stats(device)
+    return int(known["reserved_bytes.all.current"] - known["allocated_bytes.all.current"])
 
 
 def seat_sizes(depth: int) -> Sequence[int]:
