@@ -45,6 +45,7 @@ def test_models_are_told_apart(cache: Path) -> None:
     assert kinds == {
         "embedded target": ("target", "LlamaForCausalLM"),
         "embedded drafter": ("drafter", "eagle3"),
+        "embedded dflash": ("drafter", "dflash"),
         "org/a-target": ("target", "LlamaForCausalLM"),
         "org/b-head": ("drafter", "eagle3"),
         "org/c-unknown": ("not supported", "WhoKnows"),
@@ -53,18 +54,18 @@ def test_models_are_told_apart(cache: Path) -> None:
     }
     assert found["embedded target"].num_bytes > 10**7
     assert found["org/e-gguf"].num_bytes == 4
-    assert list(found)[:2] == ["embedded target", "embedded drafter"]
+    assert list(found)[:3] == ["embedded target", "embedded drafter", "embedded dflash"]
 
 
 def test_the_commands(cache: Path, tmp_path: Path) -> None:
     listed = CliRunner().invoke(app, ["list", "--download-dir", str(cache)], env={"COLUMNS": "80"})
     assert listed.exit_code == 0, listed.output
-    assert [line.split()[:2] for line in listed.stdout.splitlines()[3:5]] == [
+    assert [line.split()[:2] for line in listed.stdout.splitlines()[4:6]] == [
         ["org/a-target", "target"],
         ["org/b-head", "drafter"],
     ]
     models = json.loads(CliRunner().invoke(app, ["list", "--json", "--download-dir", str(tmp_path / "none")]).stdout)
-    assert [model["name"] for model in models] == ["embedded target", "embedded drafter"]
+    assert [model["name"] for model in models] == ["embedded target", "embedded drafter", "embedded dflash"]
     here = CliRunner().invoke(app, ["pull", models[0]["path"]])
     assert here.stdout.strip() == models[0]["path"]
     nowhere = CliRunner().invoke(app, ["pull", "no such name"])

@@ -11,7 +11,7 @@ import outrider.drafters
 import outrider.models  # noqa: F401  (both register what they have)
 from outrider.drafters.base import Sureness, recognised
 from outrider.models.base import targets
-from outrider.pair import DEFAULT_DIRECTORY
+from outrider.pair import DEFAULT_DIRECTORY, EMBEDDED_DRAFTERS
 
 TARGET, DRAFTER, OTHER = "target", "drafter", "not supported"
 
@@ -27,7 +27,7 @@ class LocalModel:
 
 def local_models(download_dir: Path | None = None) -> list[LocalModel]:
     """Those of the hub's cache, or of a directory that stood in for it, after the embedded ones."""
-    embedded = [_described(f"embedded {part}", DEFAULT_DIRECTORY / part) for part in ("target", "drafter")]
+    embedded = [_described(f"embedded {part}", DEFAULT_DIRECTORY / part) for part in ("target", *EMBEDDED_DRAFTERS.values())]
     return embedded + sorted(_fetched(download_dir), key=lambda model: model.name.lower())
 
 

@@ -53,6 +53,7 @@ from outrider.types import Checkpoint
 
 SMALL_DRAFTER = 2**29  # parameters
 DEFAULT_DIRECTORY = Path(__file__).parent / "default"
+EMBEDDED_DRAFTERS = {"eagle3": "drafter", "dflash": "dflash"}  # by method, where they are; the first is the usual one
 AUTO = "auto"  # speculative_config: the drafter that comes with the model, if one does
 
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | None
@@ -62,7 +63,10 @@ def named_pair(model: str | Path | None, given: Speculative) -> tuple[str | Path
     """The target and the drafter that are meant. Without a model, the embedded ones; a drafter in speculators' format
     may be named as the model: it says itself which target it was trained for."""
     if model is None:
-        return DEFAULT_DIRECTORY / "target", _speculative(given, str(DEFAULT_DIRECTORY / "drafter"))
+        settings = _speculative(given, str(DEFAULT_DIRECTORY / "drafter"))
+        if settings is not None and settings.model is None and settings.method in EMBEDDED_DRAFTERS:
+            settings = replace(settings, model=str(DEFAULT_DIRECTORY / EMBEDDED_DRAFTERS[settings.method]))
+        return DEFAULT_DIRECTORY / "target", settings
     if not Path(model).expanduser().is_file():  # a GGUF is a target
         checkpoint = open_checkpoint(model)
         checkpoint.close()
