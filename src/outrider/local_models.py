@@ -27,7 +27,9 @@ class LocalModel:
 
 def local_models(download_dir: Path | None = None) -> list[LocalModel]:
     """Those of the hub's cache, or of a directory that stood in for it, after the embedded ones."""
-    embedded = [_described(f"embedded {part}", DEFAULT_DIRECTORY / part) for part in ("target", *EMBEDDED_DRAFTERS.values())]
+    embedded = [
+        _described(f"embedded {part}", DEFAULT_DIRECTORY / part) for part in ("target", *EMBEDDED_DRAFTERS.values())
+    ]
     return embedded + sorted(_fetched(download_dir), key=lambda model: model.name.lower())
 
 

@@ -22,6 +22,7 @@ MARGIN = 1.03  # a depth must be so much better than the one that is in use
 REST_MARGIN = 1.1  # and so much no drafts at all, where they pay for requests as they come
 HOPE = 0.5  # standard errors by which drafts must be found worse than none, where one request is alone
 REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
+REVIEW_SECONDS = 0.1  # between decisions at rest, at least: one takes a host some tenths of a millisecond
 TRIAL_BUDGET = 0.005  # share of the time that trials may cost of which nothing new is expected
 MADE_WINDOW = 32  # rounds that the share of a draft that is made looks back on
 PROMPT_WINDOW = 256  # rounds that the share of prompts looks back on
@@ -36,6 +37,7 @@ class SizeStats:
     trial: int | None = None  # the depth that is tried now
     num_left: float = 0.0  # rounds of the trial
     num_rounds: int = 0  # since the last trial
+    seconds: float = 0.0  # since the last decision
     num_trials: int = 0
     token_seconds: float = 0.0  # what a token takes at the depth in use, when the trial began
     next_loss: float = 0.0  # seconds that the next trial will cost, as far as is known
@@ -60,13 +62,19 @@ class Rows:
     gains: np.ndarray
 
     @classmethod
-    def of(cls, chances: np.ndarray, each: np.ndarray | None = None) -> Rows:
-        """`each`: how many requests have such chances [B, depth], if not one, [B]."""
+    def of(cls, chances: np.ndarray, many: np.ndarray, depths: Sequence[int]) -> list[Rows]:
+        """Those of drafts of each depth. `many`: how many requests have such chances [B, K], [B]."""
         order = np.argsort(-chances, axis=None, kind="stable")
-        many = np.ones(chances.size) if each is None else np.repeat(each, chances.shape[1])[order]
-        best = chances.ravel()[order]
-        many = np.where(best > 0, many, 0.0)
-        return cls(np.append(0.0, many.cumsum()), np.append(0.0, (many * best).cumsum()))
+        best, place = chances.ravel()[order], order % chances.shape[1]
+        weight = np.where(best > 0, many[order // chances.shape[1]], 0.0)
+        found = []
+        for depth in depths:
+            counts, gains = np.zeros((2, 1 + len(order)))
+            taken = weight * (place < depth)
+            taken.cumsum(out=counts[1:])
+            (taken * best).cumsum(out=gains[1:])
+            found.append(cls(counts, gains))
+        return found
 
 
 class Governor:
@@ -94,8 +102,8 @@ class Governor:
         size = self._size(len(requests))
         number = size_of(len(requests))
         self._has_followed = any(request.is_followed for request in requests)
-        often = REVIEW if size.depth or size.num_rounds < RARE_REVIEW else RARE_REVIEW
-        if size.trial is None and size.num_rounds and size.num_rounds % often == 0:
+        if size.trial is None and self._is_due(size):
+            size.seconds = 0.0
             self._review(number, size, requests)
         depth = size.depth if size.trial is None else size.trial
         allotted = (depth, [request.slot for request in requests], self._num_rounds // REVIEW)
@@ -103,6 +111,13 @@ class Governor:
             self._allot(requests, depth, self._times.line(number, depth, len(requests)) if depth else None)
             self._allotted = allotted
         return depth
+
+    @staticmethod
+    def _is_due(size: SizeStats) -> bool:
+        """Whether to decide again."""
+        if size.depth or size.num_rounds < RARE_REVIEW:
+            return size.num_rounds > 0 and size.num_rounds % REVIEW == 0
+        return size.num_rounds % RARE_REVIEW == 0 and size.seconds >= REVIEW_SECONDS
 
     def _allot(self, requests: Sequence[Request], depth: int, line: Line | None) -> None:
         """Says how many tokens of each draft are judged: of all of them together those that are the most likely."""
@@ -112,7 +127,7 @@ class Governor:
             return
         survival = self._survival_of(requests)[:, :depth]
         order = np.argsort(-survival, axis=None, kind="stable")
-        rows = Rows.of(survival)
+        (rows,) = Rows.of(survival, np.ones(len(requests)), [depth])
         best = order[: self._choose(rows, len(requests), depth, line).num_drafts]
         for request, most in zip(requests, np.bincount(best // depth, minlength=len(requests)).tolist(), strict=True):
             request.most_judged = most
@@ -187,6 +202,7 @@ class Governor:
         rows = (landed.num_rows, landed.num_other_rows)
         self._times.add(number, landed.depth, rows, landed.seconds, rests=landed.rests)
         size.num_rounds += 1
+        size.seconds += landed.seconds
         self._num_rounds += 1
         self._credit += TRIAL_BUDGET * landed.seconds
         if size.trial is not None:
@@ -220,7 +236,7 @@ class Governor:
         best = min(found, key=lambda depth: found[depth].token_seconds)
         if found[best].token_seconds * MARGIN >= now.token_seconds and 0 in found and not size.pays:
             best = 0  # drafts that bring nothing are not made
-        if best == 0 and self._may_pay(number, requests, found[0]):
+        if best == 0 < size.depth and self._may_pay(number, requests, found[0]):
             best = min(found.keys() - {0}, key=lambda depth: found[depth].token_seconds)
         if best == 0:  # those who come will soon be others
             margin = REST_MARGIN if size.pays else 1.0
@@ -253,7 +269,8 @@ class Governor:
         line = self._times.line(number, size.depth, len(requests))
         assert line is not None
         survival, many = self._expected(requests)
-        hope = self._choose(Rows.of(survival[:, :other], many), len(requests), other, line)
+        (rows,) = Rows.of(survival, many, [other])
+        hope = self._choose(rows, len(requests), other, line)
         return -math.inf if hope.token_seconds * MARGIN < now.token_seconds else TRIAL_ROUNDS * now.seconds
 
     def _next(self, number: int, size: SizeStats) -> int:
@@ -293,12 +310,14 @@ class Governor:
 
     def _offers(self, number: int, survival: np.ndarray, many: np.ndarray) -> dict[int, Offer]:
         """What each depth has to offer, as far as is known what it takes."""
-        num_requests, found = round(float(many.sum())), {}
-        for depth in self.depths:
-            line = self._times.line(number, depth, num_requests)
-            if line is not None:
-                found[depth] = self._choose(Rows.of(survival[:, :depth], many), num_requests, depth, line)
-        return found
+        num_requests = round(float(many.sum()))
+        lines = {depth: self._times.line(number, depth, num_requests) for depth in self.depths}
+        known = {depth: line for depth, line in lines.items() if line is not None}
+        rows = Rows.of(survival, many, list(known))
+        return {
+            depth: self._choose(each, num_requests, depth, line)
+            for each, (depth, line) in zip(rows, known.items(), strict=True)
+        }
 
     def _begin(self, number: int, size: SizeStats, depth: int, now: Offer) -> None:
         size.trial, size.num_left, size.loss = depth, TRIAL_ROUNDS, 0.0
