@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from outrider.kernels.gpu.widen import RAISED_ASM
+from outrider.kernels.gpu.widen import INT4_ASM, RAISED_ASM, UINT4_ASM
 
 PATIENCE = 20.0  # seconds
 here = threading.local()  # program, number of programs, products under way
@@ -235,10 +235,10 @@ def warpgroup_mma_wait(num_outstanding: int, deps: list[Any]) -> Any:
     return found[0] if len(found) == 1 else tuple(found)
 
 
-def raised(assembly: str, constraints: str, words: list[Any], kinds: Any, is_pure: bool, pack: int) -> tuple[Any, ...]:
-    """The only assembly that is spoken here, widen.RAISED_ASM: numbers of 4 bits as 16 + n / 8."""
-    assert assembly == RAISED_ASM.value
-    return tuple(block((words[0] >> shift & 15) / np.float32(8) + np.float32(16)) for shift in (0, 4, 8, 12))
+def widened(assembly: str, constraints: str, words: list[Any], kinds: Any, is_pure: bool, pack: int) -> tuple[Any, ...]:
+    """The only assembly that is spoken here, widen's: whole numbers of 4 bits as n / 8, with 16, 0 or -1 beside it."""
+    more = np.float32({RAISED_ASM.value: 16, UINT4_ASM.value: 0, INT4_ASM.value: -1}[assembly])
+    return tuple(block((words[0] >> shift & 15) / np.float32(8) + more) for shift in (0, 4, 8, 12))
 
 
 def side_by_side(calls: list[tuple[Callable[..., None], tuple[Any, ...]]], program: tuple[int, int]) -> None:
@@ -275,7 +275,7 @@ LANGUAGE = SimpleNamespace(
     zeros=lambda shape, dtype, layout=None: block(np.zeros(shape, dtype)),
     full_like=lambda x, value: block(np.full_like(x, value)), zeros_like=lambda x: block(np.zeros_like(x)),
     max=reduced(np.max), min=reduced(np.min), sum=reduced(np.sum), exp=lambda x: block(np.exp(x)),
-    exp2=lambda x: block(np.exp2(x)), int16=np.int16, bfloat16=np.float32, inline_asm_elementwise=raised,
+    exp2=lambda x: block(np.exp2(x)), int16=np.int16, bfloat16=np.float32, inline_asm_elementwise=widened,
     cast=lambda x, dtype: dtype(x), join=lambda a, b: block(np.stack((a, b), -1)),
     reshape=lambda x, shape: block(x.reshape(shape)), DistributedLinearLayout=lambda *args: None,
     where=lambda mask, a, b: block(np.where(mask, a, b)), maximum=lambda a, b: block(np.maximum(a, b)),
@@ -309,7 +309,7 @@ class Kernel:
         names.update(WORDS)
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
             known = [as_argument(each) for each in args]
 
             def program(number: int) -> None:

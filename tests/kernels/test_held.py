@@ -34,6 +34,11 @@ def anywhere() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "MOST_ROWS", 16)
+
+
 def compare(rows: int, columns: int, runs: int, tile: Tile | None, *, kind: Kind = Kind.INT4, gated: int = 0,
             has_offset: bool = False, has_bias: bool = False, has_residual: bool = False) -> None:  # fmt: skip
     dtype = torch.bfloat16 if CUDA else torch.float32
@@ -70,6 +75,24 @@ def test_offsets(kind: Kind) -> None:
 @pytest.mark.parametrize("tile", [Tile(2, 4, 2), Tile(4, 4, 1), None])
 def test_gates(tile: Tile | None, gated: int) -> None:
     compare(5, 64, 9, tile, gated=gated, has_bias=True)
+
+
+@pytest.mark.usefixtures("sixteen")
+@pytest.mark.parametrize("tile", [Tile(1, 8, 2), Tile(4, 4, 1, 168), None])
+@pytest.mark.parametrize("rows", [9, 12, 16])
+def test_products_of_sixteen_rows(rows: int, tile: Tile | None) -> None:
+    compare(rows, 64, 8, tile)
+    compare(rows, 64, 7, tile, has_bias=True, has_residual=True)
+    compare(rows, 64, 1, tile, kind=Kind.UINT4)
+
+
+@pytest.mark.usefixtures("sixteen")
+@pytest.mark.parametrize("kind", [Kind.INT4, Kind.UINT4])
+@pytest.mark.parametrize("rows", [9, 12, 16])
+def test_offsets_and_gates_of_sixteen_rows(rows: int, kind: Kind) -> None:
+    compare(rows, 64, 9, Tile(2, 4, 2), kind=kind, has_offset=True)
+    compare(rows, 64, 8, Tile(4, 4, 1), kind=kind, has_offset=True, gated=gates.SILU)
+    compare(rows, 64, 9, None, kind=kind, gated=gates.GELU, has_bias=True)
 
 
 def test_what_does_not_fit() -> None:
@@ -169,10 +192,10 @@ from outrider.kernels.gpu import held
 
 types = dict.fromkeys(("x", "bias", "residual", "out"), "*bf16") | {"data": "*i32", "scale": "*fp32", "offset": "*fp32"}
 for text in sys.argv[1:]:
-    tiles, warps, stages, gated, even, offset = map(int, text.split(","))
+    rows, tiles, warps, stages, gated, even, offset = map(int, text.split(","))
     constants = dict(
         RAISE=17.0, EVEN=bool(even), HAS_OFFSET=bool(offset), GATED=gated, HAS_BIAS=False, HAS_RESIDUAL=not gated,
-        TILES=tiles, WARPS=warps, STAGES=stages, EARLY=True,
+        ROWS=rows, TILES=tiles, WARPS=warps, STAGES=stages, EARLY=True,
     )
     names = held._held.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -185,13 +208,15 @@ for text in sys.argv[1:]:
     code = made.asm["ptx"]
     before, _, after = code.partition("griddepcontrol.wait")
     assert before.count("ld.global.v4") == 2 * tiles * stages, "weights that wait for the input"
-    assert "mma.sync" in after and "ldmatrix" not in code and code.count("bar.sync") <= 4 * tiles
+    sums = stages * (tiles + (rows == 8 or offset))  # of a run's weights, and of its inputs alone
+    assert after.count("mma.sync") == 2 * rows * sums, "not eight products for eight rows, in the loop and behind it"
+    assert "ldmatrix" not in code and code.count("bar.sync") <= rows // 2 * tiles
     print(text)
 """
 
 
 def test_held_compiles_for_hopper() -> None:
-    forms = ["1,4,4,0,1,0", "2,4,2,1,1,0", "4,4,2,0,1,0", "1,8,2,0,0,1"]
+    forms = ["8,1,4,4,0,1,0", "8,2,4,2,1,1,0", "8,4,4,2,0,1,0", "8,1,8,2,0,0,1", "16,1,4,4,0,1,0", "16,4,4,2,1,0,1"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run(
         [sys.executable, "-c", COMPILED, *forms], capture_output=True, text=True, timeout=300, env=environment

@@ -1,4 +1,4 @@
-"""y = x W^T for up to eight rows, and whole numbers of 4 bits, in Gluon: weights go from memory straight into the
+"""y = x W^T for up to sixteen rows, and whole numbers of 4 bits, in Gluon: weights go from memory straight into the
 registers where tensor cores want them. A lane asks for 16 bytes of a row, and whatever order its numbers have there the
 input's have too; so nothing passes through shared memory, and no warp waits for another before all sums are made. Each
 warp has its own runs of inputs, some of them on their way; the first are asked for before the input is there."""
@@ -17,17 +17,17 @@ from triton.language.extra import cuda
 
 from outrider.kernels.gpu import gates, launch
 from outrider.kernels.gpu.epilogue import beside, finish
-from outrider.kernels.gpu.widen import RAISED_ASM
+from outrider.kernels.gpu.widen import INT4_ASM, RAISED_ASM, UINT4_ASM
 from outrider.kernels.quantised import Kind, Quantised
 
 PART = gl.constexpr(32)  # neighbours whose bits lie in as many half words; a run has four times as many numbers
 WIDTH = gl.constexpr(16)  # words of a run: 64 bytes, 16 for each of four lanes
 UNIT = gl.constexpr(8.0)  # numbers are computed with in eighths
-ROWS = gl.constexpr(8)  # of the input: the N of the smallest product
 RUN = 128  # numbers of a run: those of a group
 LEAST_COLUMNS = 64  # that any tile divides
 FEW, MANY, LONG = 4096, 16384, 64  # outputs; and runs of inputs
 HEIGHT = gl.constexpr(16)  # outputs of a tile: its M
+MOST_ROWS = 8  # 16 are right on a CPU; to be timed (scripts/h200/int4.py)
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Tile:
     tiles: int  # of 16 outputs, of a program; with a gate, half of them are ups
     warps: int  # that share an output's inputs
     stages: int  # runs of a warp that are on their way
+    registers: int | None = None  # that a thread may have, where fewer let one more program run beside the others
 
 
 @gluon.jit
@@ -70,17 +71,25 @@ def _paired(even, odd, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _plus(total, asked, inputs, first, second, RAISE: gl.constexpr, HAS_OFFSET: gl.constexpr):
-    """total + asked . inputs, in eighths. What numbers are raised by, times the same inputs, is where sums begin."""
+    """total + asked . inputs, in eighths. What numbers are raised by, times the same inputs, is where the two sums of
+    eight rows begin. For 16 that would be twice as many products: there it is taken off the numbers, and one sum, not
+    two, leaves registers for as many warps."""
     words, scale, offset = asked
     LEFT: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, 8)
+    FEW: gl.constexpr = total.shape[2] == 8
+    ASM: gl.constexpr = RAISED_ASM if FEW else (INT4_ASM if RAISE == 17.0 else UINT4_ASM)
     bits = _paired(words.to(gl.int16), (words >> 16).to(gl.int16), LEFT)
     w0, w1, w2, w3 = gl.inline_asm_elementwise(
-        RAISED_ASM, "=r,=r,=r,=r,r", [bits], (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), True, 2
+        ASM, "=r,=r,=r,=r,r", [bits], (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), True, 2
     )
-    part = mma_v2(w1, inputs[1], mma_v2(w0, inputs[0], first))
-    part += mma_v2(w3, inputs[3], mma_v2(w2, inputs[2], second))
+    part = mma_v2(w1, inputs[1], mma_v2(w0, inputs[0], first if FEW else gl.zeros_like(total)))
+    if FEW:
+        part += mma_v2(w3, inputs[3], mma_v2(w2, inputs[2], second))
+    else:
+        part = mma_v2(w3, inputs[3], mma_v2(w2, inputs[2], part))
     if HAS_OFFSET:
-        total = total + (first + second) * (offset * (-1.0 / (UNIT * RAISE)))[:, :, None]
+        mass = first + second if FEW else second
+        total = total + mass * (offset * (-1.0 / (UNIT * RAISE)))[:, :, None]
     return total + part * scale[:, :, None]
 
 
@@ -93,7 +102,7 @@ def _turn(
     at = x_at + (run if EVEN else gl.minimum(run, num_runs - 1))[:, None, None] * (4 * PART)
     inputs = (gl.load(at), gl.load(at + PART), gl.load(at + 2 * PART), gl.load(at + 3 * PART))
     first = mma_v2(raised, inputs[1], mma_v2(raised, inputs[0], nothing))
-    second = mma_v2(raised, inputs[3], mma_v2(raised, inputs[2], nothing))
+    second = mma_v2(raised, inputs[3], mma_v2(raised, inputs[2], nothing if nothing.shape[2] == 8 else first))
     sums = ()
     for tile in gl.static_range(len(totals)):
         total = _plus(totals[tile], waiting[tile], inputs, first, second, RAISE, HAS_OFFSET)
@@ -105,11 +114,11 @@ def _turn(
 def _held(
     x, data, scale, offset, bias, residual, out, num_rows, num_columns, num_runs, width, scale_stride, x_stride,
     residual_stride, RAISE: gl.constexpr, EVEN: gl.constexpr, HAS_OFFSET: gl.constexpr, GATED: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """data [N, width]: runs of PART words, one scale each. GATED, a gate's number: its rows are gates, then ups, and so
-    are tiles by turns."""
+    are tiles by turns. ROWS of the input: 8, the N of a product, or 16, two products with the same widened weights."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)  # a lane has eight neighbours, in four words
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
@@ -204,15 +213,16 @@ def linear(
     if not num_rows:
         return out
     num_runs = weight.num_columns // RUN
-    tile = tile or tile_for(num_columns, num_runs, gated)
+    tile = tile or tile_for(num_rows, num_columns, num_runs, gated)
     words, scale, early = weight.data.view(torch.int32), weight.scale, launch.early(x)
+    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
     _held[(triton.cdiv(num_columns, outputs_of(tile, gated)),)](
         x, words, scale, scale if weight.offset is None else weight.offset, out if bias is None else bias,
         out if residual is None else residual, out, num_rows, num_columns, num_runs, words.stride(0), scale.stride(0),
         x.stride(0), 0 if residual is None else residual.stride(0), RAISE=17.0 if weight.kind is Kind.INT4 else 16.0,
         EVEN=num_runs % (tile.warps * tile.stages) == 0, HAS_OFFSET=weight.offset is not None, GATED=int(gated),
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, TILES=tile.tiles, WARPS=tile.warps,
-        STAGES=tile.stages, EARLY=early, num_warps=tile.warps, **launch.options(early),
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, ROWS=8 if num_rows <= 8 else 16, TILES=tile.tiles,
+        WARPS=tile.warps, STAGES=tile.stages, EARLY=early, num_warps=tile.warps, **launch.options(early), **limit,
     )  # fmt: skip
     return out
 
@@ -225,19 +235,20 @@ def outputs_of(tile: Tile, gated: int) -> int:
 def fits(x: Tensor, weight: Quantised, residual: Tensor | None = None, gated: int = gates.NONE) -> bool:
     """Few rows, and whole numbers of 4 bits of which a run has one scale, whose bytes lie as they are asked for."""
     num_columns = len(weight.data) // (2 if gated else 1)
-    rows_fit = len(x) <= ROWS.value and x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    rows_fit = len(x) <= MOST_ROWS and x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     kind_fits = weight.kind in (Kind.INT4, Kind.UINT4) and weight.group == RUN and weight.part == PART.value
     whole = weight.num_columns % RUN == 0 and num_columns % LEAST_COLUMNS == 0 and weight.data.is_contiguous()
     placed = weight.data.data_ptr() % 16 == 0 and (residual is None or residual.stride(-1) == 1)
     return rows_fit and kind_fits and whole and placed and weight.order is None
 
 
-def tile_for(num_columns: int, num_runs: int, gated: int) -> Tile:
-    """Measured on an H200 (scripts/h200/int4.py), the same for one row and for six."""
+def tile_for(num_rows: int, num_columns: int, num_runs: int, gated: int) -> Tile:
+    """Measured on an H200 (scripts/h200/int4.py), the same for one row and for six. Not measured: more than eight. What
+    was chosen then has the same number of programs beside each other there, but for the last: three, not four."""
     if gated:
         return Tile(4, 4, 2)
     if num_columns >= MANY:
-        return Tile(4, 4, 1)
+        return Tile(4, 4, 1, None if num_rows <= 8 else 168)
     if num_runs >= LONG:
         return Tile(1, 8, 2)
     return Tile(1, 4, 8 if num_columns <= FEW else 4)
