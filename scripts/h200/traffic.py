@@ -333,14 +333,16 @@ def round_cost() -> None:
         )
         plain = measure(plan)
         free_memory()
-        drafted = measure(replace(plan, config=replace(plan.config, speculative=settings)))
-        free_memory()
-        ratio = drafted.median / plain.median
-        say(
-            f"round, batch {batch}: plain {plain.median:.3f} ms (device {plain.device_ms or 0:.3f}), EAGLE-3 "
-            f"{drafted.median:.3f} ms (device {drafted.device_ms or 0:.3f}), {drafted.tokens_per_round:.2f} tokens, "
-            f"ratio {ratio:.3f} ({verdict(ratio, wanted.get(batch, 1.4), at_least=False)})"
-        )
+        for name, kind in (("EAGLE-3", None), ("EAGLE-3 in fp8", None if SMOKE else "fp8")):
+            chosen = replace(plan.config, speculative=replace(settings, quantization=kind))
+            drafted = measure(replace(plan, config=chosen))
+            free_memory()
+            ratio = drafted.median / plain.median
+            say(
+                f"round, batch {batch}: plain {plain.median:.3f} ms (device {plain.device_ms or 0:.3f}), {name} "
+                f"{drafted.median:.3f} ms (device {drafted.device_ms or 0:.3f}), {drafted.tokens_per_round:.2f} "
+                f"tokens, ratio {ratio:.3f} ({verdict(ratio, wanted.get(batch, 1.4), at_least=False)})"
+            )
 
 
 # servers

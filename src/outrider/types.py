@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 ATTENTION_WORK = "attention work"  # what names in Batch.memo begin with that say how attention's work is shared out
+STREAM_IS_FREE = "stream is free"  # in Batch.memo: nobody needs the residual stream as it was before this layer
 NULL_PAGE = 0  # a page nobody owns: rows that must not be remembered are written there
 
 

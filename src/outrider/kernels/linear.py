@@ -63,7 +63,8 @@ def linear(
     else:
         y = linear_reference(x, weight, bias)
     if residual is not None:
-        y = residual + y
+        is_free = overwrite and out is None and not torch.is_grad_enabled()
+        y = residual.add_(y) if is_free else residual + y
     return y if out is None else out.copy_(y)
 
 

@@ -14,7 +14,7 @@ from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.layers.split import current_ranks, cut, equal_share, key_share
-from outrider.types import Batch, Paged
+from outrider.types import STREAM_IS_FREE, Batch, Paged
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,16 @@ class SelfAttention(CachedLayer):
             return None
         return HeadNorms(q.weight, k.weight, q.eps, q.offset, q.wide)
 
-    def finish(self, attended: Tensor, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
-        """attended [T, heads, D] and the layer's input [T, in] -> [T, H], added to the residual if there is one."""
-        return self.output(attended.flatten(1), residual)
+    def finish(
+        self, attended: Tensor, x: Tensor | Normed, residual: Tensor | None = None, *, overwrite: bool = False
+    ) -> Tensor:
+        """attended [T, heads, D] and the layer's input [T, in] -> [T, H], added to the residual if there is one, maybe
+        in its place."""
+        return self.output(attended.flatten(1), residual, overwrite=overwrite)
 
     def forward(self, x: Tensor | Normed, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, H], added to the residual if there is one."""
-        q, k, v = self.project(x)
+        overwrite, (q, k, v) = batch.memo.get(STREAM_IS_FREE, False), self.project(x)
         if batch.attending is not None:
             q, k = (each.to(v.dtype) for each in self._turned(q, k, batch))
             return self.finish(batch.attending.attend(self, q, k, v, self.options.scale), x, residual)
@@ -105,7 +108,8 @@ class SelfAttention(CachedLayer):
         q = rope_write(
             q, k, v, self.rotary(batch), self.pages, batch.write_locations, self.head_norms, scales=self.options.scales
         )
-        return self.finish(paged_attention(q, self.pages, batch, self.options, self.sinks), x, residual)
+        attended = paged_attention(q, self.pages, batch, self.options, self.sinks)
+        return self.finish(attended, x, residual, overwrite=overwrite)
 
     def remember(self, x: Tensor, batch: Batch) -> None:
         """Only keys and values of x [T, in]: of the joint projection the queries' rows are left out."""

@@ -28,7 +28,7 @@ class Block(Fusable):
         return None  # its input is given
 
     def run(self, residual: Tensor, inputs: Tensor | Normed, batch: Batch) -> Tensor:
-        """residual [T, H], inputs [T, in] -> [T, H], always a new tensor."""
+        """residual [T, H], inputs [T, in] -> [T, H]: a new tensor, or the residual's where nobody needs that."""
         if use_native(residual) and isinstance(inputs, Tensor) and batch.attending is None and self.has_native():
             assert self._native is not None
             return self._native(residual, inputs, batch, self.attention.rotary(batch))

@@ -14,7 +14,7 @@ from outrider.kernels.quantised import Quantised
 from outrider.layers.attention import SelfAttention
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
-from outrider.types import Batch
+from outrider.types import STREAM_IS_FREE, Batch
 
 FOLLOWING = "the norm of the next layer"  # in a pass's memo
 
@@ -115,9 +115,11 @@ def _one_by_one(layers: nn.ModuleList, x: Tensor, batch: Batch, ends: Sequence[i
     norms = [getattr(layer, "attention_norm", None) for layer in layers]
     for number, layer in enumerate(layers, start=1):
         batch.memo[FOLLOWING] = norms[number] if number < len(norms) else None
-        x = layer(x, batch)  # a new tensor every time: a tap is never written to again
+        batch.memo[STREAM_IS_FREE] = number > 1 and number - 1 not in ends  # a tap is never written to again
+        x = layer(x, batch)
         if number in ends:
             streams[number] = x
+    batch.memo[STREAM_IS_FREE] = False
     return streams
 
 

@@ -61,8 +61,10 @@ class GatedAttention(SelfAttention):
         super().__init__(shape, rotary)
         self.gate = Linear(shape.hidden_size, self.heads)
 
-    def finish(self, attended: Tensor, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
-        return super().finish(attended * sigmoid(self.gate(x))[..., None], x, residual)
+    def finish(
+        self, attended: Tensor, x: Tensor | Normed, residual: Tensor | None = None, *, overwrite: bool = False
+    ) -> Tensor:
+        return super().finish(attended * sigmoid(self.gate(x))[..., None], x, residual, overwrite=overwrite)
 
 
 @targets.register("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration")
