@@ -22,7 +22,7 @@ MARGIN = 1.03  # a depth must be so much better than the one that is in use
 REST_MARGIN = 1.1  # and so much no drafts at all, where they pay for requests as they come
 HOPE = 0.5  # standard errors by which drafts must be found worse than none, where one request is alone
 REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
-REVIEW_SECONDS = 0.1  # between decisions at rest, at least: one takes a host some tenths of a millisecond
+REVIEW_SECONDS, RARE_SECONDS = 0.015, 0.1  # and seconds at least: a decision takes a host half a millisecond
 TRIAL_BUDGET = 0.005  # share of the time that trials may cost of which nothing new is expected
 MADE_WINDOW = 32  # rounds that the share of a draft that is made looks back on
 PROMPT_WINDOW = 256  # rounds that the share of prompts looks back on
@@ -115,9 +115,10 @@ class Governor:
     @staticmethod
     def _is_due(size: SizeStats) -> bool:
         """Whether to decide again."""
-        if size.depth or size.num_rounds < RARE_REVIEW:
+        if size.num_rounds < RARE_REVIEW:
             return size.num_rounds > 0 and size.num_rounds % REVIEW == 0
-        return size.num_rounds % RARE_REVIEW == 0 and size.seconds >= REVIEW_SECONDS
+        rounds, seconds = (REVIEW, REVIEW_SECONDS) if size.depth else (RARE_REVIEW, RARE_SECONDS)
+        return size.num_rounds % rounds == 0 and size.seconds >= seconds
 
     def _allot(self, requests: Sequence[Request], depth: int, line: Line | None) -> None:
         """Says how many tokens of each draft are judged: of all of them together those that are the most likely."""
@@ -198,7 +199,7 @@ class Governor:
         keep = 1 - 1 / PROMPT_WINDOW
         self._num_prompt_rows = self._num_prompt_rows * keep + landed.num_other_rows
         self._num_tokens = self._num_tokens * keep + landed.num_tokens
-        number, size = size_of(landed.num_requests), self._size(landed.num_requests)
+        size, number = self._size(landed.num_requests), self._number
         rows = (landed.num_rows, landed.num_other_rows)
         self._times.add(number, landed.depth, rows, landed.seconds, rests=landed.rests)
         size.num_rounds += 1

@@ -17,7 +17,7 @@ FADED_ROUNDS = 4  # rounds that what is known counts as much as, when it is time
 OUTLIER_FACTOR = 2.0  # a round that takes so many times as long as expected was disturbed
 NOISE = 0.1  # of a round's time: what differs for no reason
 LEAST = 16  # parts of a round's mean time that what is expected never falls below
-REFIT_ROUNDS = 4  # rounds after which slopes are fitted again
+REFIT_ROUNDS, REFIT_SHARE = 4, 0.25  # rounds after which slopes are fitted again; and of those that are known
 ROWS_OF_A_ROUND = 64  # rows that cost as much as all else in a round: a first guess
 
 
@@ -96,9 +96,13 @@ class Times:
     def add(self, size: int, depth: int, rows: tuple[int, int], seconds: float, *, rests: bool) -> None:
         """A round is over. `rows`: of requests that decode, and others."""
         key = Key(size, rests, rows[1] > 0)
-        kind = self._kinds.setdefault(key, Kind())
-        moments = kind.depths.setdefault(depth, Moments())
-        if moments.count > 0:
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = Kind()
+        moments = kind.depths.get(depth)
+        if moments is None:
+            moments = kind.depths[depth] = Moments()
+        else:
             expected = kind.seconds(depth, sum(rows))
             if moments.count < FADED_ROUNDS and OUTLIER_FACTOR * seconds < expected:  # those before were disturbed
                 moments = kind.depths[depth] = Moments()
@@ -106,7 +110,7 @@ class Times:
                 seconds = min(seconds, OUTLIER_FACTOR * max(expected, moments.seconds))
         moments.add(sum(rows), seconds)
         kind.num_new += 1
-        if moments.count <= 1 or kind.num_new >= REFIT_ROUNDS:
+        if moments.count <= 1 or kind.num_new >= max(REFIT_ROUNDS, REFIT_SHARE * moments.count):
             kind.fit(self._prior(key))
 
     def knows(self, size: int, depth: int) -> bool:
