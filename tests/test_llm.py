@@ -13,6 +13,8 @@ import torch
 
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeConfig
+from outrider.outputs import total_speculation
+from outrider.pair import EMBEDDED_DRAFTERS
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 
@@ -30,6 +32,19 @@ def llm(text_model: Path) -> Iterator[LLM]:
     settings = {"method": "draft_model", "model": str(text_model), "num_speculative_tokens": 4, "adaptive": False}
     with LLM(text_model, settings, max_model_len=128, page_size=4) as made:
         yield made  # some tests count drafts, whichever came before them
+
+
+@pytest.mark.parametrize("method", list(EMBEDDED_DRAFTERS))
+def test_embedded_drafters_are_named_by_their_method(method: str) -> None:
+    params, prompts = SamplingParams(max_tokens=48, temperature=0), ["Once upon a time", "The old man", "Dear Tom,"]
+    with LLM(None, None) as alone:
+        plain = [each.outputs[0].token_ids for each in alone.generate(prompts, params)]
+    with LLM(None, {"method": method, "adaptive": False}) as drafting:
+        outputs = drafting.generate(prompts, params)
+        assert [each.outputs[0].token_ids for each in outputs] == plain
+        made = total_speculation(outputs)
+    assert 0 < made.accepted < made.drafted
+    assert made.accept_length > 1.5
 
 
 def test_prompts_of_every_kind(llm: LLM) -> None:
