@@ -163,7 +163,7 @@ def test_warm_up_records_what_comes_first(target_path: Callable[..., Path], tmp_
         assert llm.engine.num_recordings == recorded > 0
 
 
-@pytest.mark.parametrize("drafter", [None, {"method": "ngram", "prompt_lookup_min": 1}, "auto"])
+@pytest.mark.parametrize("drafter", [None, {"method": "ngram", "prompt_lookup_min": 1, "force": True}, "auto"])
 def test_guided_requests_are_in_recorded_rounds(drafter: Any) -> None:
     """The same text as without recordings and without a drafter, for every kind of sampling; and nothing is recorded in
     the middle of it."""

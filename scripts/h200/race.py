@@ -34,8 +34,8 @@ SEATS = 8 if SMOKE else 128
 LENGTHS = {"usual": 16, "long": 64} if SMOKE else {"usual": 512, "long": 4000}  # of prompts
 ANSWER = 8 if SMOKE else 128
 START_SECONDS = 240
-PAGES = 2**26 if SMOKE else 20 * 2**30  # bytes for keys and values, of our servers
-SHARE = 0.26  # of the GPU's memory, of vLLM's
+PAGES = 2**26 if SMOKE else 12 * 2**30  # bytes for keys and values, of every server
+SHARE = 0.22  # of the GPU's memory, which vLLM wants to find free
 KEYS = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
 
 
@@ -74,11 +74,11 @@ class Level:
 
     @property
     def num_warmups(self) -> int:
-        return min(self.clients, 32)
+        return self.clients
 
 
 def servers(target: Path, head: Path, vllm: Path | None) -> list[Server]:
-    length = str(LENGTHS["long"] + ANSWER + 16)
+    length = str((LENGTHS["long"] + ANSWER) * 3 // 2)  # vLLM refuses by characters: so many times the longest word's
     made_up = {"num_speculative_tokens": K, "synthetic_acceptance_length": ACCEPT_LENGTH}
     ours = [sys.executable, "-m", "outrider", "serve", str(target), "--host", "127.0.0.1", "--max-model-len", length]
     ours += [
@@ -101,7 +101,8 @@ def servers(target: Path, head: Path, vllm: Path | None) -> list[Server]:
         return found
     theirs = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--host", "127.0.0.1"]
     theirs += ["--dtype", "bfloat16", "--max-num-seqs", str(SEATS), "--max-model-len", length]
-    theirs += ["--gpu-memory-utilization", str(SHARE), "--load-format", "dummy"]
+    theirs += ["--gpu-memory-utilization", str(SHARE), "--kv-cache-memory-bytes", str(PAGES)]
+    theirs += ["--load-format", "dummy"]
     drafts = {"method": "eagle3", "model": str(head), "rejection_sample_method": "synthetic", **made_up}
     there = {"PYTHONPATH": str(vllm), "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
     return [
@@ -122,21 +123,24 @@ def write_prompts(path: Path, level: Level, vocabulary: int, seed: int) -> Path:
     return path
 
 
-def wait_for_all(all_of_them: Sequence[Server], folder: Path) -> list[Server]:
+def wait_for_all(all_of_them: Sequence[Server], folder: Path) -> None:
+    """Until all are up. One that ends or takes too long ends the race: without it the rest says nothing."""
     begin = time.monotonic()
     while time.monotonic() - begin < START_SECONDS:
         for each in all_of_them:
             if each.ready_after is None and each.is_up:
                 each.ready_after = time.monotonic() - begin
                 say(f"{each.name}: ready after {each.ready_after:.1f} s")
-        if all(each.ready_after is not None or not each.is_alive for each in all_of_them):
+        if all(each.ready_after is not None for each in all_of_them):
+            return
+        if any(each.ready_after is None and not each.is_alive for each in all_of_them):
             break
         time.sleep(0.2)
     for each in all_of_them:
         if each.ready_after is None:
             lines = (folder / f"{each.name}.log").read_text(errors="replace").strip().splitlines()
             say(f"FAILED {each.name}: {' | '.join(lines[-3:])[-400:]}")
-    return [each for each in all_of_them if each.ready_after is not None]
+    sys.exit(1)
 
 
 def load(server: Server, level: Level, prompts: Path) -> dict[str, Any]:
@@ -151,7 +155,7 @@ def load(server: Server, level: Level, prompts: Path) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def measure(up: Sequence[Server], level: Level, prompts: Path) -> dict[str, dict[str, Any]]:
+def measure(servers: Sequence[Server], level: Level, prompts: Path) -> dict[str, dict[str, Any]]:
     """By server; what fails is told, and left out."""
     found: dict[str, dict[str, Any]] = {}
 
@@ -160,7 +164,7 @@ def measure(up: Sequence[Server], level: Level, prompts: Path) -> dict[str, dict
         figures = {key: round(said[key], 1) for key in KEYS}
         say(f"{server.name}, {level.name}: {said['completed']} done, {said['failed']} failed, {figures}")
 
-    for server in up:
+    for server in servers:
         attempt(f"{server.name}, {level.name}", partial(one, server))
     return found
 
@@ -195,14 +199,14 @@ def main() -> None:
         all_of_them = servers(target, head, given.vllm)
         for each in all_of_them:
             each.start(folder)
-        up = wait_for_all(all_of_them, folder)
+        wait_for_all(all_of_them, folder)
         for number, level in enumerate(levels):
             prompts = write_prompts(folder / f"prompts-{number}.jsonl", level, vocabulary, number)
-            found = measure(up, level, prompts)
+            found = measure(all_of_them, level, prompts)
             tell(level, found)
             results.append({"level": level.name, "servers": found})
             if given.out:
-                starts = {each.name: each.ready_after for each in up}
+                starts = {each.name: each.ready_after for each in all_of_them}
                 given.out.write_text(json.dumps({"ready_after_s": starts, "levels": results}))
     finally:
         for each in all_of_them:

@@ -35,8 +35,8 @@ def anywhere() -> Iterator[None]:
 
 
 @pytest.fixture
-def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held, "MOST_ROWS", 16)
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "MOST_OF_MANY", 16)
 
 
 def compare(rows: int, columns: int, runs: int, tile: Tile | None, *, kind: Kind = Kind.INT4, gated: int = 0,
@@ -77,7 +77,7 @@ def test_gates(tile: Tile | None, gated: int) -> None:
     compare(5, 64, 9, tile, gated=gated, has_bias=True)
 
 
-@pytest.mark.usefixtures("sixteen")
+@pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("tile", [Tile(1, 8, 2), Tile(4, 4, 1, 168), None])
 @pytest.mark.parametrize("rows", [9, 12, 16])
 def test_products_of_sixteen_rows(rows: int, tile: Tile | None) -> None:
@@ -86,7 +86,7 @@ def test_products_of_sixteen_rows(rows: int, tile: Tile | None) -> None:
     compare(rows, 64, 1, tile, kind=Kind.UINT4)
 
 
-@pytest.mark.usefixtures("sixteen")
+@pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("kind", [Kind.INT4, Kind.UINT4])
 @pytest.mark.parametrize("rows", [9, 12, 16])
 def test_offsets_and_gates_of_sixteen_rows(rows: int, kind: Kind) -> None:
@@ -97,9 +97,16 @@ def test_offsets_and_gates_of_sixteen_rows(rows: int, kind: Kind) -> None:
 
 def test_what_does_not_fit() -> None:
     weight = random_weight(Kind.INT4, 64, 4, 128, has_offset=False, is_ordered=False)
-    x = torch.zeros(9, 512, device=DEVICE)
-    assert held.fits(x[:8], weight)
+    x = torch.zeros(17, 512, device=DEVICE)
+    assert held.fits(x[:16], weight)
     assert not held.fits(x, weight)
+    many = random_weight(Kind.INT4, held.MANY, 4, 128, has_offset=False, is_ordered=False)
+    for wide, gated in (
+        (many, gates.NONE),
+        (random_weight(Kind.INT4, 128, 4, 128, has_offset=False, is_ordered=False), gates.SILU),
+    ):
+        assert held.fits(x[:8], wide, gated=gated)
+        assert not held.fits(x[:9], wide, gated=gated)
     assert not held.fits(torch.zeros(1024, 4, device=DEVICE).T[:, ::2], weight)
     for kind, columns, group, ordered in (
         (Kind.FP4, 64, 32, False), (Kind.INT8, 64, 128, False), (Kind.INT4, 64, 64, False), (Kind.INT4, 66, 128, False),
@@ -109,7 +116,7 @@ def test_what_does_not_fit() -> None:
         assert not held.fits(x[:8], other), (kind, columns, group, ordered)
 
 
-@pytest.mark.parametrize(("rows", "exact", "is_used"), [(8, False, True), (9, False, False), (8, True, False)])
+@pytest.mark.parametrize(("rows", "exact", "is_used"), [(16, False, True), (17, False, False), (8, True, False)])
 def test_where_it_is_used(rows: int, exact: bool, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised, "on_hopper", lambda name, device: held)
     monkeypatch.setattr(held, "linear", lambda *given, **named: "held")

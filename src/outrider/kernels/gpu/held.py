@@ -27,7 +27,7 @@ RUN = 128  # numbers of a run: those of a group
 LEAST_COLUMNS = 64  # that any tile divides
 FEW, MANY, LONG = 4096, 16384, 64  # outputs; and runs of inputs
 HEIGHT = gl.constexpr(16)  # outputs of a tile: its M
-MOST_ROWS = 8  # 16 are right on a CPU; to be timed (scripts/h200/int4.py)
+MOST_ROWS, MOST_OF_MANY = 16, 8  # the second: of many outputs, or with a gate, where wide.py is faster from nine on
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,8 @@ def outputs_of(tile: Tile, gated: int) -> int:
 def fits(x: Tensor, weight: Quantised, residual: Tensor | None = None, gated: int = gates.NONE) -> bool:
     """Few rows, and whole numbers of 4 bits of which a run has one scale, whose bytes lie as they are asked for."""
     num_columns = len(weight.data) // (2 if gated else 1)
-    rows_fit = len(x) <= MOST_ROWS and x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    most = MOST_OF_MANY if gated or num_columns >= MANY else MOST_ROWS
+    rows_fit = len(x) <= most and x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     kind_fits = weight.kind in (Kind.INT4, Kind.UINT4) and weight.group == RUN and weight.part == PART.value
     whole = weight.num_columns % RUN == 0 and num_columns % LEAST_COLUMNS == 0 and weight.data.is_contiguous()
     placed = weight.data.data_ptr() % 16 == 0 and (residual is None or residual.stride(-1) == 1)
@@ -243,12 +244,11 @@ def fits(x: Tensor, weight: Quantised, residual: Tensor | None = None, gated: in
 
 
 def tile_for(num_rows: int, num_columns: int, num_runs: int, gated: int) -> Tile:
-    """Measured on an H200 (scripts/h200/int4.py), the same for one row and for six. Not measured: more than eight. What
-    was chosen then has the same number of programs beside each other there, but for the last: three, not four."""
+    """Measured on an H200 (scripts/h200/int4.py): the same for one row and for six."""
     if gated:
         return Tile(4, 4, 2)
     if num_columns >= MANY:
         return Tile(4, 4, 1, None if num_rows <= 8 else 168)
     if num_runs >= LONG:
-        return Tile(1, 8, 2)
+        return Tile(1 if num_rows <= 8 else 2, 8, 2)
     return Tile(1, 4, 8 if num_columns <= FEW else 4)

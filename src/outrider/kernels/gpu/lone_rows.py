@@ -41,7 +41,8 @@ class Rows:
 
 
 # by a head's size, as measured (scripts/h200/rows.py); others are read by attention.py
-CHOSEN = {64: Rows(64, 4, signals=True), 256: Rows(32, 4, signals=True), 576: Rows(64, 8, slices=8)}
+EARLY = Rows(64, 4, signals=True)
+CHOSEN = {64: EARLY, 128: EARLY, 256: Rows(32, 4, signals=True), 576: Rows(64, 8, slices=8)}
 
 
 @triton.jit
