@@ -145,6 +145,7 @@ def as_vllm(model: str) -> None:
         max_model_len=CONTEXT + LONG + 8,
         max_num_seqs=BATCHES[-1],
         gpu_memory_utilization=0.25,
+        kv_cache_memory_bytes=6 * 2**30,  # else it takes what others use meanwhile for its own
         enable_prefix_caching=False,
         compilation_config={"cudagraph_capture_sizes": list(BATCHES)},
     )

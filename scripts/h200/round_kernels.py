@@ -1,6 +1,6 @@
 """What a recorded round consists of: its kernels as a profiler sees them, with random weights, on one GPU.
 
-    PYTHONPATH=src python scripts/h200/kernels.py llama-3.1-8b:32 llama-3.1-8b:32:eagle3 gemma-3-4b:1
+    PYTHONPATH=src python scripts/h200/round_kernels.py llama-3.1-8b:32 llama-3.1-8b:32:eagle3 gemma-3-4b:1
 
 Each word is a shape, a batch and, if drafts are made (K = 5), a method; :int4 or :fp8 at the end: in few bits. A line
 for each kernel: how often a round launches it, us of one launch, us of a round; and the round alone and profiled."""
