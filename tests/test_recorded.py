@@ -4,7 +4,7 @@ decided by the very same code; nothing else differs."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,12 @@ from samples import METHODS, Oracle, drafter_settings, guide, sample_target, sui
 
 from outrider import LLM, SamplingParams
 from outrider.certify.random_depth import RandomDepth
+from outrider.engine import graphs
 from outrider.engine.graphs import rows_between
-from outrider.engine.policy import Landed
+from outrider.engine.policy import FixedDepth, Landed, RowSizes
+from outrider.engine.request import Request, Work
 from outrider.llm import total_speculation
+from outrider.types import RoundShape
 
 pytestmark = pytest.mark.usefixtures("recording")
 
@@ -243,3 +246,79 @@ def test_recorded_blocks_see_what_others_see(target_path: Callable[..., Path], t
             assert (llm.engine.num_recorded_rounds > 0) is not eager
             traces.append(output.outputs[0].trace)
     assert traces[0] == traces[1]
+
+
+def test_what_a_drafter_has_missed_is_shown_from_recordings(
+    target_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To many requests at once, in as many parts as it takes; and after a warm-up nothing is recorded for it."""
+    monkeypatch.setattr(graphs, "MISSED_ROWS", (16, 64))
+    settings = drafter_settings("eagle3", tmp_path, target_path, "llama")
+    options: dict[str, Any] = {"max_num_seqs": 9, "max_model_len": 96, "device": "cpu"}
+    prompts = [[5 + number, 6, 7, 8] for number in range(9)]
+    params = replace(GREEDY, max_tokens=60)
+    with LLM(target_path(), None, enforce_eager=True, **options) as llm:
+        plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    with LLM(target_path(), settings, **options) as llm, llm.engine.drafting_with(Rests(5)):
+        engine = llm.engine
+        assert llm.drafter is not None
+        assert engine.graphs is not None
+        llm.warm_up()
+        guide(llm.drafter, [p + t for p, t in zip(prompts, plain, strict=True)], llm.target.vocab_size)
+        made, shown, seat = engine.graphs.num_made, list[int](), engine.graphs.seat
+
+        def spy(plan: Sequence[Work], shape: RoundShape) -> int:
+            if plan and not plan[0].emits and plan[0].request.num_outputs:
+                shown.append(sum(work.num_rows for work in plan))
+            return seat(plan, shape)
+
+        monkeypatch.setattr(engine.graphs, "seat", spy)
+        monkeypatch.setattr(engine.runner, "pack", None)  # that is how it is done without recordings
+        outputs = llm.generate(prompts, params)
+        assert [output.outputs[0].token_ids for output in outputs] == plain
+        assert engine.graphs.num_made == made
+        assert max(shown) > 48
+        assert sum(shown) > 2 * 9 * 10
+        total = total_speculation(outputs)
+        assert 0 < total.accepted < total.drafted
+
+
+def test_a_drafter_that_has_rested_drafts_as_if_it_had_not(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    settings = drafter_settings("eagle3", tmp_path, target_path, "llama")
+    options: dict[str, Any] = {"max_num_seqs": 9, "max_model_len": 96, "device": "cpu", "watchdog": None}
+    prompts, params = [[5 + number, 6, 7, 8] for number in range(9)], replace(GREEDY, max_tokens=60, trace=True)
+    found = []
+    for policy in (FixedDepth(5), Rests(5)):
+        with LLM(target_path(), settings, **options) as llm, llm.engine.drafting_with(policy):
+            outputs = llm.generate(prompts, params)
+        found.append([drafts_by_place(output.outputs[0].trace or []) for output in outputs])
+    num_compared = 0
+    for always, sometimes in zip(*found, strict=True):
+        for place in always.keys() & sometimes.keys():
+            assert always[place] == sometimes[place]
+            num_compared += 1
+    assert num_compared > 30
+
+
+def drafts_by_place(trace: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
+    """Whole drafts, by how many tokens came before them."""
+    found, place = {}, 0
+    for each in trace:
+        if len(each["draft"]) == 5:
+            found[place] = each["draft"]
+        place += 1 + each["accepted"]
+    return found
+
+
+class Rests(FixedDepth):
+    """Drafts for some rounds, then rests for more."""
+
+    adaptive, depths = True, (0, 5)  # type: ignore[assignment]
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.num_asked = 0
+
+    def depth(self, requests: Sequence[Request], row_sizes: RowSizes | None = None) -> int:
+        self.num_asked += 1
+        return super().depth(requests, row_sizes) if self.num_asked % 15 < 3 else 0

@@ -16,6 +16,8 @@ from outrider.engine.request import Request, Work
 from outrider.engine.runner import Runner, exact_shape
 from outrider.types import Draft, Hidden, RoundShape, Step, Verdict
 
+Showing = Callable[[Sequence[Work]], None]
+
 
 class Drafting:
     def __init__(self, drafter: Drafter | None, policy: DepthPolicy, predicting: Drafter | None = None) -> None:
@@ -32,14 +34,15 @@ class Drafting:
         policy = Governor(lookahead, config.max_num_seqs + 1) if adapts else FixedDepth(lookahead)
         return cls(drafter, policy, predicting)
 
-    def bind(self, runner: Runner, row_sizes: RowSizes | None) -> None:
-        """To the engine that drafts so. `row_sizes`: numbers of rows that its rounds can have; None: any."""
-        self._runner, self._cache, self._row_sizes = runner, runner.cache, row_sizes
+    def bind(self, runner: Runner, row_sizes: RowSizes | None, catch_up: Showing | None = None) -> None:
+        """To the engine that drafts so. `row_sizes`: numbers of rows that its rounds can have; None: any. `catch_up`:
+        shows the drafter what it has missed, from recordings."""
+        self._runner, self._cache, self._row_sizes, self._catch_up = runner, runner.cache, row_sizes, catch_up
 
     def having(self, policy: DepthPolicy, drafter: Drafter | None) -> Drafting:
         """The same with another policy and another drafter, which shares the cached layers of this one."""
         other = Drafting(drafter, policy, self.predicting)
-        other.bind(self._runner, self._row_sizes)
+        other.bind(self._runner, self._row_sizes, self._catch_up)
         return other
 
     def taps(self, shape: RoundShape) -> tuple[int, ...]:
@@ -102,7 +105,11 @@ class Drafting:
         if not behind or self.drafter is None:
             return
         plan = [_missed_work(request) for request in behind]
-        self.see_missed(self._runner.pack(plan, exact_shape(plan, 0), missed=True))
+        has_images = any(work.request.has_images_after(work.end - work.num_rows) for work in plan)
+        if self._catch_up is not None and self.is_recordable and not has_images:
+            self._catch_up(plan)
+        else:
+            self.see_missed(self._runner.pack(plan, exact_shape(plan, 0), missed=True))
         for request in behind:
             request.num_followed = request.num_computed
             for work in request.flying:

@@ -95,7 +95,10 @@ class Engine:
         self.runner.orders = self.orders
         self.workers: Workers | LaunchedRanks | None = None  # the other ranks
         self.graphs = recorder(self.runner, self.parts, config.max_num_seqs) if recorder is not None else None
-        drafting.bind(self.runner, self.graphs.row_sizes if self.graphs is not None else None)
+        if self.graphs is not None:
+            drafting.bind(self.runner, self.graphs.row_sizes, self.graphs.catch_up)
+        else:
+            drafting.bind(self.runner, None)
         self._max_flying = 1 if config.torch_device.type == "cpu" and self.graphs is None else MAX_FLYING
         self._max_flying = max(self._max_flying, limits.num_groups)
         self._flights: deque[Flight] = deque()
@@ -191,6 +194,7 @@ class Engine:
         work = plan.work
         if self.orders is not None:
             self.orders.waits = not (self._is_staged and self._flights)
+        num_made = 0 if self.graphs is None else self.graphs.num_made
         self._place(plan)
         rests = self.drafting.rests(work, depth)
         if rests:
@@ -198,6 +202,8 @@ class Engine:
         else:
             self.drafting.catch_up([each.request for each in work])
         parts, shape = self._parts(work, depth, rests=rests)
+        if self.graphs is not None and self.graphs.num_made > num_made:
+            self.stopwatch.disturb()
         parts.forward()
         flight = Flight(work, shape, begin, parts)
         if not any(_waits_for_outcome(each.request) for each in work):
@@ -239,11 +245,7 @@ class Engine:
         if self.graphs is not None and self._is_recordable(plan):
             fitted = self.graphs.fitted(plan, depth, rests=rests)
             if fitted is not None:
-                known = sum(self.graphs.record_seconds.values())
-                recorded = self.graphs.round(plan, fitted)
-                if sum(self.graphs.record_seconds.values()) > known:
-                    self.stopwatch.disturb()
-                return recorded, fitted
+                return self.graphs.round(plan, fitted), fitted
         shape = exact_shape(plan, depth, rests=rests)
         return self.parts.of(self.runner.pack(plan, shape)), shape
 

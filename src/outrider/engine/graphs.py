@@ -3,8 +3,9 @@ recording is keyed by sizes and by what is asked of sampling, never by how rows 
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -35,6 +36,7 @@ DRAFTING_SEATS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 3
 # and where requests are many, a round need not have room for everybody's whole draft: rows for every seat
 MANY_SEATS, MULTIPLE = 12, 8
 ROWS_PER_SEAT = (1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+MISSED_ROWS = (64, 256, 1024, 2048)  # rows that a drafter is shown at once after a rest
 
 MAX_UNUSED = 2**30  # bytes that recordings may leave to the next ones
 PLAIN = Flags(filtered=False, adjusted=False)
@@ -49,6 +51,10 @@ class Part(Enum):
     FORWARD = "forward"
     CHOOSE = "choose"
     DRAFT = "draft"
+    CATCH_UP = "catch-up"  # of no round: a drafter sees what it has missed
+
+
+BEGINNINGS = (Part.FORWARD, Part.CATCH_UP)  # parts that look up who is seated
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,7 @@ class Graphs:
         self._pool: Any = None  # of memory; all recordings share it, as they never run at once
         self._stream: torch.cuda.Stream | None = None  # that recordings are made on
         self.num_launched = 0
+        self.num_made = 0  # recordings, those included that were made again
         self.record_seconds = dict.fromkeys(Part, 0.0)  # spent on recording, and on compiling kernels for it
         self._cleared: set[RoundShape] = set()  # of which everything that is made only once has been made
         self._unused = 0  # bytes that recordings hold on to, when what else was unused was given back last
@@ -150,6 +157,23 @@ class Graphs:
         self._latest = []
         return RecordedRound(self, plan, shape, (keys, masked))
 
+    def catch_up(self, plan: Sequence[Work]) -> None:
+        """The drafter sees rows that it has missed."""
+        while plan:
+            ends = itertools.accumulate(work.num_rows for work in plan)
+            count = max(sum(end <= MISSED_ROWS[-1] for end in ends), 1)
+            part, plan = plan[:count], plan[count:]
+            num_seats = self._at_least(count, FEW_SEATS)
+            num_rows = max(sum(work.num_rows for work in part), num_seats)
+            key = self._missed_key(num_seats, next((size for size in MISSED_ROWS if size >= num_rows), num_rows))
+            self._prepare([key])
+            place = self.seat(part, key.shape)
+            self._recordings[key].graph.replay()
+            self.mailbox.ended(place)
+
+    def _missed_key(self, num_seats: int, num_rows: int) -> GraphKey:
+        return GraphKey(Part.CATCH_UP, self._reading(num_seats, num_rows, 0, rests=False), PLAIN)
+
     def seat(self, plan: Sequence[Work], shape: RoundShape) -> int:
         """Says who takes part in the next round; returns its place in the mailbox."""
         cache, table = self._runner.cache, self._runner.seat_table(plan, shape)
@@ -188,6 +212,13 @@ class Graphs:
         for shape in sorted(shapes, key=lambda each: (each.num_rows, each.num_seats), reverse=True):
             for kind in KINDS:
                 self._prepare(self.keys(shape, kind))
+
+    def warm_up_catching_up(self, num_missable: int) -> None:
+        """The same for drafters that have rested. `num_missable`: rows of a request, at most."""
+        for seats in self._sizes(FEW_SEATS):
+            for number, rows in enumerate(MISSED_ROWS):
+                if rows >= seats and (not number or MISSED_ROWS[number - 1] < seats * num_missable):
+                    self._prepare([self._missed_key(seats, rows)])
 
     def usual_shapes(self, depths: Sequence[int], max_rows: int, *, may_rest: bool) -> list[RoundShape]:
         """Every shape that fitted() gives rounds of so many rows, with such depths."""
@@ -229,7 +260,7 @@ class Graphs:
             )
         return found
 
-    def _prepare(self, keys: Keys) -> None:
+    def _prepare(self, keys: Iterable[GraphKey | None]) -> None:
         """Records what is not recorded yet, or was recorded with tables that have been replaced since."""
         for key in filter(None, keys):
             found, generation = self._recordings.get(key), self._runner.options.generation
@@ -237,13 +268,18 @@ class Graphs:
                 begin = time.perf_counter()
                 self._recordings[key] = self._record(key)
                 self.record_seconds[key.part] += time.perf_counter() - begin
+                self.num_made += 1
 
     def _run(self, key: GraphKey) -> Tensor | None:
         runner, buffers, shape = self._runner, self.buffers, key.shape
         seats, layout, passed = buffers.seats(shape.num_seats), buffers.layout(shape), buffers.passed(shape)
         sampling = runner.options.recorded(key.flags)
-        if key.part is Part.FORWARD:
+        if key.part in BEGINNINGS:
             take_seats(self.mailbox.mail, buffers.seat_table(shape.num_seats), runner.cache.page_table)
+        if key.part is Part.CATCH_UP:
+            self._parts.drafting.see_missed(runner.pack_seats(seats, shape, sampling, missed=True, out=layout))
+            return None
+        if key.part is Part.FORWARD:
             self._parts.forward(runner.pack_seats(seats, shape, sampling, out=layout), passed)
             return None
         step = runner.step(layout, seats, shape, sampling)
@@ -258,7 +294,7 @@ class Graphs:
 
     def _run_empty(self, key: GraphKey) -> Tensor | None:
         """Does a part of a round in which nobody is seated."""
-        if key.part is not Part.FORWARD:
+        if key.part not in BEGINNINGS:
             return self._run(key)
         place = self.seat([], key.shape)
         self._run(key)

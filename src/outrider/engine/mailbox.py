@@ -11,7 +11,10 @@ from torch import Tensor
 
 from outrider.kernels.mail import Mail
 
-NUM_ROUNDS = 8  # places; few rounds are under way at a time, but those that nobody wants any more are not waited for
+# Places, and how many seats add one more. Few rounds are under way at a time; but what is recorded meanwhile takes some
+# too, and so does what a drafter catches up on (graphs.py: 32 seats of 64 rows at once). And rounds that nobody wants
+# any more are not waited for.
+LEAST_ROUNDS, SEATS_PER_ROUND = 32, 16
 
 
 class Mailbox:
@@ -22,23 +25,24 @@ class Mailbox:
         def new(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.long, pin_memory=is_cuda)
 
+        self._num_rounds = num_rounds = LEAST_ROUNDS + num_seats // SEATS_PER_ROUND
         self.max_pages = 64 + 2 * num_seats  # that a round can be told of
         self.mail = Mail(
             number=torch.zeros(1, dtype=torch.long, device=device),
-            seats=new(NUM_ROUNDS, 4, num_seats),
-            places=new(NUM_ROUNDS, 1 + 3 * self.max_pages),
-            outcomes=new(NUM_ROUNDS, num_seats * width),
+            seats=new(num_rounds, 4, num_seats),
+            places=new(num_rounds, 1 + 3 * self.max_pages),
+            outcomes=new(num_rounds, num_seats * width),
         )
         self._number = 0  # of the last round that was told
         # what has happened once the round of a place is over; none where the device is the host
-        self._over = [torch.cuda.Event() for _ in range(NUM_ROUNDS)] if is_cuda else []
-        self._is_ended = [True] * NUM_ROUNDS
+        self._over = [torch.cuda.Event() for _ in range(num_rounds)] if is_cuda else []
+        self._is_ended = [True] * num_rounds
 
     def tell(self, table: Tensor, pages: Sequence[tuple[int, int, int]] = ()) -> int:
         """Who takes part in the next round to begin, [4, B], and new entries of page tables: slot, place, page. Returns
         the round's place. Waits only where the device is so many rounds behind."""
         self._number += 1
-        place = self._number % NUM_ROUNDS
+        place = self._number % self._num_rounds
         if self._over and self._is_ended[place]:
             self._over[place].synchronize()
         elif self._over:  # somebody gave it up in the middle
@@ -61,6 +65,6 @@ class Mailbox:
         """The last round will begin so many times more."""
         if self._over:
             torch.cuda.synchronize()
-        self.mail.seats[:] = self.mail.seats[self._number % NUM_ROUNDS].clone()
+        self.mail.seats[:] = self.mail.seats[self._number % self._num_rounds].clone()
         self.mail.places[:, 0] = 0
         self._number += count

@@ -22,10 +22,12 @@ def warm_up(engine: Engine) -> None:
         may_rest = drafting.drafter is not None
         shapes = graphs.usual_shapes(drafting.policy.depths, limits.max_num_batched_tokens, may_rest=may_rest)
         graphs.warm_up(shapes)
+        if drafting.remembers:
+            graphs.warm_up_catching_up(engine.cache.shape.num_missable)
     room = engine.scheduler.pool.capacity * limits.page_size - 1 - engine.lookahead
     room = min(engine.max_model_len, room)
     with engine.drafting_with(FixedDepth(engine.lookahead)):  # nothing is to be learnt from this
-        for length in LENGTHS:  # neither prompts are recorded, nor what a drafter sees after a rest
+        for length in LENGTHS:  # what may not be recorded: prompts, and what a drafter sees after a rest
             _run_alone(engine, min(length, room - 2), 2)
             _run_alone(engine, 2, min(length, engine.cache.shape.num_missable, room - 2), num_drafts=0)
 
