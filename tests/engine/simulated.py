@@ -29,13 +29,13 @@ LOOKAHEAD, NUM_FLYING, NUM_MISSABLE, NUM_PROMPT_ROWS = 5, 2, 64, 1024
 RIGHT, WRONG = 1, 0  # tokens: the target always says the former
 Rate = Callable[[int, float], float]  # of a request, given its number and when it was sent
 
-# Milliseconds, 8B on an H200. All linears by rows; then what is fitted to rounds of 8 and 32 requests (4.51 and 5.57
-# plain, 6.46 and 9.43 with drafts of five tokens for all).
+# Milliseconds, 8B on an H200, fitted to what rounds take in traffic there: 5.4 for 32 requests, 7.6 for 128, 26.4 and
+# 48.2 with 1,024 and 2,048 rows, mostly of prompts; with two drafts each 6.2 for 32 and 13.4 for 128.
 ROWS = (1, 32, 64, 128, 192, 256, 512, 1024, 2048)
-LINEARS = (3.7, 3.8, 4.2, 4.8, 5.4, 6.0, 9.7, 18.6, 37.0)
-ROUND, SEAT, DRAFT_ROW = 0.45, 0.041, 0.0085  # attention, the choice of tokens, and of each judged draft
+LINEARS = (3.7, 3.8, 4.2, 4.75, 5.4, 6.0, 11.0, 21.8, 44.0)
+ROUND, SEAT, DRAFT_ROW = 0.65, 0.017, 0.0085  # attention, the choice of tokens, and of each judged draft
 DRAFTER, DRAFTER_STEP, DRAFTER_SEAT, DRAFTER_PROMPT_ROW = 0.25, 0.12, 0.002, 0.0009  # at all, a token, of one seat
-CATCHING_UP, CAUGHT_UP_ROW = 1.0, 0.001  # a drafter that has rested; not recorded
+CATCHING_UP, CAUGHT_UP_ROW = 0.3, 0.001  # a drafter that has rested
 
 
 def milliseconds(shape: RoundShape, num_prompt_rows: int) -> float:

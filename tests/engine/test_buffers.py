@@ -7,7 +7,7 @@ import torch
 
 from outrider.engine.buffers import Buffers
 from outrider.engine.cache import Cache, CacheShape
-from outrider.engine.mailbox import NUM_ROUNDS, Mailbox
+from outrider.engine.mailbox import LEAST_ROUNDS, Mailbox
 from outrider.types import RoundShape
 
 LARGEST = RoundShape(4, 24, 12, 2, 2, 24, 40)
@@ -64,13 +64,13 @@ class Over:
 def test_a_place_is_used_again_when_its_round_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a round was given up in the middle, so that nothing says when it is over."""
     box, log, nobody = Mailbox(torch.device("cpu"), 3, 8), [], torch.zeros(4, 3, dtype=torch.long)
-    box._over = [Over(log, str(place)) for place in range(NUM_ROUNDS)]  # type: ignore[misc]
+    box._over = [Over(log, str(place)) for place in range(LEAST_ROUNDS)]  # type: ignore[misc]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait for all"))
-    places = [box.tell(nobody) for _ in range(NUM_ROUNDS)]
+    places = [box.tell(nobody) for _ in range(LEAST_ROUNDS)]
     for place in places:
         if place != places[2]:
             assert box.ended(place) is box._over[place]
     log.clear()
-    assert [box.tell(nobody) for _ in range(NUM_ROUNDS)] == places
+    assert [box.tell(nobody) for _ in range(LEAST_ROUNDS)] == places
     waits = ["wait for all" if place == places[2] else f"wait {place}" for place in places]
     assert log == waits

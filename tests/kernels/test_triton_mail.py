@@ -11,7 +11,7 @@ from test_triton import DEVICE
 from test_triton_round import LOOKAHEAD, PAGE_SIZE, ROUNDS, make_cache, make_step, right_choices
 
 from outrider.engine import verify
-from outrider.engine.mailbox import NUM_ROUNDS, Mailbox
+from outrider.engine.mailbox import LEAST_ROUNDS, Mailbox
 from outrider.kernels import ahead, mail, round
 from outrider.kernels.gpu import ahead as gpu_ahead
 from outrider.kernels.gpu import mail as gpu_mail
@@ -39,7 +39,7 @@ def test_every_round_finds_its_own_seats(take: object) -> None:
         pytest.skip("torch cannot look into the host's memory from there")
     box, chance = Mailbox(torch.device(DEVICE), 6, WIDTH), random.Random(0)
     pages, wanted = new_pages(), new_pages().cpu()
-    for number in range(1, 2 * NUM_ROUNDS + 4):
+    for number in range(1, 2 * LEAST_ROUNDS + 4):
         num_seats, num_new = 1 + number % 6, [0, 1, 32, 33, box.max_pages][number % 5]
         table, seats = torch.randint(99, (4, num_seats)), torch.zeros(4, num_seats, dtype=torch.long, device=DEVICE)
         spots = chance.sample([(slot, place) for slot in range(9) for place in range(20)], num_new)
@@ -58,9 +58,9 @@ def test_every_round_finds_its_own_seats(take: object) -> None:
 
 def test_rounds_that_are_told_wait_for_their_turn() -> None:
     """Several are told before the first begins."""
-    box, tables = Mailbox(torch.device(DEVICE), 3, WIDTH), [torch.randint(99, (4, 3)) for _ in range(NUM_ROUNDS)]
+    box, tables = Mailbox(torch.device(DEVICE), 3, WIDTH), [torch.randint(99, (4, 3)) for _ in range(LEAST_ROUNDS)]
     places = [box.tell(table) for table in tables]
-    assert sorted(places) == list(range(NUM_ROUNDS))
+    assert sorted(places) == list(range(LEAST_ROUNDS))
     for table in tables:
         seats = torch.zeros(4, 3, dtype=torch.long, device=DEVICE)
         gpu_mail.take_seats(box.mail, seats, new_pages())
@@ -73,8 +73,8 @@ def test_a_round_that_is_repeated_has_the_same_seats() -> None:
     for each in (torch.zeros_like(table), table):
         box.ended(box.tell(each))
         gpu_mail.take_seats(box.mail, seats, new_pages())
-    box.repeat(NUM_ROUNDS + 3)
-    for _ in range(NUM_ROUNDS + 3):
+    box.repeat(LEAST_ROUNDS + 3)
+    for _ in range(LEAST_ROUNDS + 3):
         gpu_mail.take_seats(box.mail, seats, new_pages())
         assert seats.cpu().equal(table)
     other = torch.randint(99, (4, 3))
@@ -87,7 +87,7 @@ def test_a_round_that_is_repeated_has_the_same_seats() -> None:
 @pytest.mark.parametrize(("people", "shape"), ROUNDS)
 def test_outcomes_go_where_the_host_looks(people: list[list[int]], shape: RoundShape, has_draft: bool) -> None:
     box = Mailbox(torch.device(DEVICE), 9, WIDTH)
-    for _ in range(NUM_ROUNDS + 2):
+    for _ in range(LEAST_ROUNDS + 2):
         place = box.tell(torch.zeros(4, shape.num_seats, dtype=torch.long))
         gpu_mail.take_seats(box.mail, torch.zeros(4, shape.num_seats, dtype=torch.long, device=DEVICE), new_pages())
         box.ended(place)
@@ -104,7 +104,7 @@ def test_outcomes_go_where_the_host_looks(people: list[list[int]], shape: RoundS
         over.synchronize()
     assert not found.is_cuda
     assert found[place].equal(wanted.cpu())
-    assert not found[(place + 1) % NUM_ROUNDS].any()
+    assert not found[(place + 1) % LEAST_ROUNDS].any()
     if DEVICE == "cpu":
         assert round.write_outcome(theirs, verdict, draft, box.mail)[place].equal(wanted)
 

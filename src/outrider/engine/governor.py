@@ -230,7 +230,7 @@ class Governor:
     def _review(self, number: int, size: SizeStats, requests: Sequence[Request]) -> None:
         """Takes the depth that looks best, or begins a trial where one is due."""
         found = self._offers(number, *self._expected(requests))
-        size.pays = self._pays(number, requests)
+        size.pays = self._pays(number, requests, 1.0 if size.pays else MARGIN)
         if size.depth not in found:
             return
         now = found[size.depth]
@@ -299,7 +299,7 @@ class Governor:
         hopeful = self._offers(number, *self._expected(requests, HOPE / math.sqrt(len(requests))))
         return any(offer.token_seconds < plain.token_seconds for depth, offer in hopeful.items() if depth)
 
-    def _pays(self, number: int, requests: Sequence[Request]) -> bool:
+    def _pays(self, number: int, requests: Sequence[Request], margin: float) -> bool:
         """Whether drafts would pay if all requests were drafted for, and were as they come. Those whose drafts stand
         leave sooner."""
         usual = self._survival.usual(np.array([request.slot for request in requests]))
@@ -307,7 +307,8 @@ class Governor:
         found = self._offers(number, usual, len(requests) * stay / stay.sum())
         if 0 not in found or len(found) < 2:
             return True
-        return min(each.token_seconds for each in found.values()) * MARGIN < found[0].token_seconds
+        best = min(offer.token_seconds for depth, offer in found.items() if depth)
+        return best * margin < found[0].token_seconds
 
     def _offers(self, number: int, survival: np.ndarray, many: np.ndarray) -> dict[int, Offer]:
         """What each depth has to offer, as far as is known what it takes."""
@@ -325,7 +326,7 @@ class Governor:
         size.num_trials += 1
         size.token_seconds = now.token_seconds
         self._times.fade(number, depth)
-        if size.depth == 0:
+        if size.depth == 0 and not size.pays:  # else it rests for a moment, because of those who are there
             self._survival.fade()
 
 
