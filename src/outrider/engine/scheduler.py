@@ -131,9 +131,6 @@ class Scheduler:
         for request in self._in_turn:
             if not self._surely_ends(request):
                 (reading if _is_reading(request) else decoding).append(request)
-        if self._takes_turns(reading, decoding):
-            decoding = []
-        self._last_decoded = bool(decoding)
         num_left, self._figures_left = len(reading) + len(decoding), MAX_FIGURES
         for group in (decoding, reading):
             if group is reading and plan:
@@ -163,16 +160,6 @@ class Scheduler:
             return self.next(depth, flying=flying, follows=follows)
         assert plan or flying or not self.has_work or self.waiting, "running requests that cannot run"
         return Plan(plan, admitted, self.snapshots.plan(plan) if self.snapshots is not None else [])
-
-    TURNS = False
-    _last_decoded = False
-
-    def _takes_turns(self, reading: Sequence[Request], decoding: Sequence[Request]) -> bool:
-        """Whether those who decode are left out of this round, so that it reads more of a crowd's prompts."""
-        if not (self.TURNS and decoding and self._last_decoded):
-            return False
-        unread = sum(_num_unread(request) for request in [*reading, *self.next_in_line])
-        return unread >= self.TURNS * self.limits.num_prompt_rows
 
     def is_crowded(self, num_drafts: int) -> bool:
         """Whether more prompts wait than the next round can read beside those who decode, and drafts of so many tokens
