@@ -4,7 +4,11 @@
 
 Answers of a small model are chaotic: a last bit that differs changes a token sooner or later, and all that follows. So
 every engine is asked several times: for the same answers in other company, where products round differently, and for
-answers to other prompts. What pages of 8 bits change is judged by the same passes in 16 bits."""
+answers to other prompts. What pages of 8 bits change is judged by the same passes without.
+
+It is judged in float32. In bfloat16 one in forty of this pair's tokens is a tie of two logits, and ties make drafts
+stand more often: the accept length is 5 % larger than the model's own, and whatever stirs its logits takes some of that
+away (docs/diary.md). The same in bfloat16 is told behind it."""
 
 from __future__ import annotations
 
@@ -57,13 +61,13 @@ def answered(llm: LLM, each: Pass) -> list[Speculation]:
     return [output.outputs[0].speculation or Speculation() for output in outputs]
 
 
-def measured(target: str, drafter: str) -> list[list[Speculation]]:
+def measured(dtype: str, pages: str, passes: Sequence[Pass]) -> list[list[Speculation]]:
     settings = {"model": str(DEFAULT_DIRECTORY / "drafter"), "num_speculative_tokens": K, "force": True}
     if not SMOKE:
-        settings["kv_cache_dtype"] = drafter
-    kind = {} if SMOKE else {"dtype": "bfloat16", "kv_cache_dtype": target}
+        settings["kv_cache_dtype"] = pages
+    kind = {} if SMOKE else {"dtype": dtype, "kv_cache_dtype": pages}
     with LLM(speculative_config=settings, max_num_seqs=AT_ONCE, enable_prefix_caching=False, **kind) as llm:
-        return [answered(llm, each) for each in PASSES]
+        return [answered(llm, each) for each in passes]
 
 
 def accept_length(found: Sequence[Speculation]) -> float:
@@ -84,26 +88,26 @@ def change_and_error(before: Sequence[Speculation], after: Sequence[Speculation]
 
 
 def accept() -> None:
-    whole = measured("auto", "auto")
-    lengths = [accept_length(each) for each in whole]
-    spread = statistics.pstdev(lengths[: len(SAME)]) / lengths[0]
-    rounds = sum(each.rounds for each in whole[0])
-    say(
-        f"embedded pair, pages in 16 bits: accept length {statistics.mean(lengths):.3f}, {rounds:,} rounds a pass; "
-        f"the same prompts in other company stray by {spread:.2%}, other prompts included "
-        f"{statistics.pstdev(lengths) / lengths[0]:.2%} ({' '.join(f'{each:.3f}' for each in lengths)})"
-    )
-    small = measured("fp8", "fp8")
-    changes = [change_and_error(before, after) for before, after in zip(whole, small, strict=True)]
-    for each, after, (change, error) in zip(PASSES, small, changes, strict=True):
-        say(f"embedded pair, pages in fp8, {each.name}: {accept_length(after):.3f}, {change:+.2%} +- {error:.2%}")
-    change = statistics.mean(change for change, _ in changes)
-    doubt = statistics.stdev(change for change, _ in changes) / len(changes) ** 0.5
-    verdict = "reached" if abs(change) <= WANTED else "within doubt" if abs(change) <= WANTED + 2 * doubt else "MISSED"
-    say(
-        f"embedded pair, pages in fp8: {change:+.2%} +- {doubt:.2%} over {len(changes)} passes "
-        f"(wanted within 1 %: {verdict})"
-    )
+    for dtype, passes in (("float32", PASSES), ("bfloat16", [*PASSES[:1], *PASSES[len(SAME) :]])):
+        whole = measured(dtype, "auto", passes)
+        lengths = [accept_length(each) for each in whole]
+        same = [length for each, length in zip(passes, lengths, strict=True) if each in SAME]
+        say(
+            f"embedded pair, {dtype}: accept length {statistics.mean(lengths):.3f}, "
+            f"{sum(each.rounds for each in whole[0]):,} rounds a pass; the same prompts in other company stray by "
+            f"{statistics.pstdev(same) / lengths[0]:.2%} ({' '.join(f'{each:.3f}' for each in lengths)})"
+        )
+        small = measured(dtype, "fp8", passes)
+        changes = [change_and_error(before, after) for before, after in zip(whole, small, strict=True)]
+        for each, after, (change, error) in zip(passes, small, changes, strict=True):
+            say(f"  pages in fp8, {each.name}: {accept_length(after):.3f}, {change:+.2%} +- {error:.2%}")
+        change = statistics.mean(change for change, _ in changes)
+        doubt = statistics.stdev(change for change, _ in changes) / len(changes) ** 0.5
+        verdict = "reached" if abs(change) <= WANTED else "MISSED"
+        if abs(change) > WANTED and abs(change) <= WANTED + 2 * doubt:
+            verdict = "within doubt"
+        judged = f"wanted within 1 %: {verdict}" if dtype == "float32" else "logits tie"
+        say(f"embedded pair, {dtype}, pages in fp8: {change:+.2%} +- {doubt:.2%} over {len(changes)} passes ({judged})")
 
 
 if __name__ == "__main__":
