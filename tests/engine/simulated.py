@@ -101,6 +101,7 @@ class SimulatedEngine:
         self.drafting, self.rate = SimulatedDrafting(policy), rate
         self.graphs = Graphs.__new__(Graphs)
         self.graphs._max_num_seats, self.graphs._lookahead, self.graphs._max_len = num_seqs, LOOKAHEAD, max_len
+        self.graphs._is_recurrent = False
         self.graphs._parts = SimpleNamespace(drafting=self.drafting)  # type: ignore[assignment]
         self.drafting._row_sizes = self.graphs.row_sizes
         self.now = self._busy_until = 0.0  # seconds

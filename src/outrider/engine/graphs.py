@@ -90,6 +90,7 @@ class Graphs:
         rows = max(judged, NUM_ROWS[-1])
         largest = RoundShape(max_num_seats, rows, judged, lookahead, lookahead, rows, max_len)
         self._lookahead, self._max_len = lookahead, max_len
+        self._is_recurrent = bool(runner.cache.recurrent)
         self._has_drafter = parts.drafting.drafter is not None
         self.buffers = Buffers(runner.cache, runner.vocab_size, largest, keeps_last=parts.drafting.reads_last)
         self.mailbox = Mailbox(runner.device, max_num_seats, NUM_COUNTS + 1 + 2 * lookahead)
@@ -128,8 +129,10 @@ class Graphs:
         return max(few) if few else self._lookahead
 
     def _decoding(self, num_seats: int, rows: int, depth: int, *, rests: bool) -> RoundShape:
-        """A round in which nobody reads a prompt. Of several depths only the draft differs."""
-        widest = min((1 << depth.bit_length()) - 1, max(self._lookahead, depth))
+        """A round in which nobody reads a prompt. Of several depths only the draft differs: those of up to three tokens
+        have the same passes, unless layers are recurrent, which keep a state for every token that may be judged."""
+        wide = max(depth, 2) if depth and not self._is_recurrent else depth
+        widest = min((1 << wide.bit_length()) - 1, max(self._lookahead, depth))
         return RoundShape(num_seats, rows, rows, widest, depth, 1 + widest, self._max_len, rests, judges_all=True)
 
     def _reading(self, num_seats: int, rows: int, depth: int, *, rests: bool) -> RoundShape:
