@@ -18,9 +18,9 @@ from samples import METHODS, Oracle, drafter_settings, guide, sample_target, sui
 from outrider import LLM, SamplingParams
 from outrider.certify.random_depth import RandomDepth
 from outrider.engine import graphs
-from outrider.engine.graphs import rows_between
 from outrider.engine.policy import FixedDepth, Landed, RowSizes
 from outrider.engine.request import Request, Work
+from outrider.engine.round_sizes import rows_between
 from outrider.llm import total_speculation
 from outrider.types import RoundShape
 

@@ -17,10 +17,11 @@ from outrider.bench.load.traffic_sides import Clients
 from outrider.drafters.base import Drafter
 from outrider.engine.drafting import Drafting
 from outrider.engine.flight import Flight, landed
-from outrider.engine.graphs import NUM_ROWS, Graphs
+from outrider.engine.graphs import Graphs
 from outrider.engine.pages import PagePool
 from outrider.engine.policy import DepthPolicy, Judged, judged_of
 from outrider.engine.request import Request, Work
+from outrider.engine.round_sizes import NUM_ROWS
 from outrider.engine.scheduler import Scheduler, SchedulerLimits
 from outrider.sampling_params import SamplingParams
 from outrider.types import Outcome, RoundShape

@@ -17,7 +17,7 @@ from outrider.drafters.base import Drafter
 from outrider.engine.cache import Cache
 from outrider.engine.drafting import Drafting
 from outrider.engine.flight import Flight, landed, wants_logprobs, wants_prompt_logprobs
-from outrider.engine.graphs import NUM_ROWS, Graphs
+from outrider.engine.graphs import Graphs
 from outrider.engine.guidance import guidance_of
 from outrider.engine.launched import LaunchedRanks
 from outrider.engine.logprobs import add_prompt_logprobs, logprob_table
@@ -28,6 +28,7 @@ from outrider.engine.placing import Placing
 from outrider.engine.policy import DepthPolicy, judged_of
 from outrider.engine.request import Progress, Request, Work
 from outrider.engine.round import EagerRound, Round, RoundParts, is_checked
+from outrider.engine.round_sizes import NUM_ROWS
 from outrider.engine.runner import Runner, exact_shape
 from outrider.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from outrider.engine.snapshots import Snapshots
