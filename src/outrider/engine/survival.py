@@ -30,10 +30,12 @@ class Survival:
 
     def __init__(self, num_slots: int, lookahead: int) -> None:
         self.lookahead = lookahead
-        self._right = np.zeros((num_slots, lookahead))
-        self._seen = np.zeros((num_slots, lookahead))
-        self._all_right = np.full(lookahead, INITIAL_ACCEPTANCE)
-        self._all_seen = np.ones(lookahead)
+        self._tables = np.zeros((num_slots, 2, lookahead))
+        self._right, self._seen = self._tables[:, 0], self._tables[:, 1]
+        self._all = np.ones((2, lookahead))  # of all requests together
+        self._all_right, self._all_seen = self._all
+        self._all_right *= INITIAL_ACCEPTANCE
+        self._keep = (1 - 1 / BATCH_WINDOW) ** np.arange(num_slots + 1)  # after so many drafts
         self._column = np.arange(lookahead)
         self._expected = self._accepted = INITIAL_EXPECTED  # tokens of the last rounds that were checked
         self._num_added = 0
@@ -49,19 +51,18 @@ class Survival:
         """What became of drafts."""
         if not judged:
             return
-        table = np.array([(each.slot, each.num_judged, each.num_right, each.num_seen) for each in judged])
-        rows, stands, looked = table[:, 0], self._column < table[:, 2:3], self._column < table[:, 3:]
+        told = np.array([(each.slot, each.num_judged, each.num_right, each.num_seen) for each in judged])
+        rows, new = told[:, 0], self._column < told[:, 2:, None]  # [B, 2, K]: which stand, and which were looked at
         self._num_added += 1
         if self._num_added % CHECK_INTERVAL == 0:
-            was_judged = self._column < table[:, 1:2]
+            was_judged = self._column < told[:, 1:2]
             self._expected = self._expected * EXPECTED_DECAY + (self.of(rows) * was_judged).sum()
-            self._accepted = self._accepted * EXPECTED_DECAY + (stands & was_judged).sum()
-        for table, new in ((self._right, stands), (self._seen, looked)):
-            table[rows] = np.where(looked, table[rows] * (1 - 1 / WINDOW) + new, table[rows])
-        count = looked.sum(0)
-        keep = (1 - 1 / BATCH_WINDOW) ** count
-        self._all_right = self._all_right * keep + stands.sum(0)
-        self._all_seen = self._all_seen * keep + count
+            self._accepted = self._accepted * EXPECTED_DECAY + (new[:, 0] & was_judged).sum()
+        known = self._tables[rows]
+        self._tables[rows] = np.where(new[:, 1:], known * (1 - 1 / WINDOW) + new, known)
+        count = new.sum(0)
+        self._all *= self._keep[count[1]]
+        self._all += count
 
     @property
     def trust(self) -> float:
@@ -96,8 +97,6 @@ class Survival:
 
     def fade(self) -> None:
         """What is known may be out of date: what comes next counts more."""
-        scale = np.minimum(1.0, FADED_DRAFTS / np.maximum(self._all_seen, 1e-9))
-        self._all_right, self._all_seen = self._all_right * scale, self._all_seen * scale
-        scale_own = np.minimum(1.0, FADED_DRAFTS / np.maximum(self._seen, 1e-9))
-        self._right, self._seen = self._right * scale_own, self._seen * scale_own
+        self._all *= np.minimum(1.0, FADED_DRAFTS / np.maximum(self._all_seen, 1e-9))
+        self._tables *= np.minimum(1.0, FADED_DRAFTS / np.maximum(self._seen, 1e-9))[:, None]
         self._ended = []
