@@ -58,7 +58,7 @@ def adaptive(rates: str, clients: int, seed: int) -> float:
     return traffic(rates, clients).run(governor, seed=seed)[0]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1, 2, 5, 7])  # the last two: at 32 clients a moment's rest that forgot all
 @pytest.mark.parametrize(("clients", "low", "gain"), [(8, 0.95, 1.02), (32, 0.98, 1.02), (128, 0.97, 0.99)])
 def test_drafts_that_stand_for_some_and_not_for_others(clients: int, low: float, gain: float, seed: int) -> None:
     """Those whose drafts stand leave soon, so that often hardly one of them is there. That is no reason to stop: who

@@ -78,7 +78,7 @@ def test_gates(tile: Tile | None, gated: int) -> None:
 
 
 @pytest.mark.usefixtures("everywhere")
-@pytest.mark.parametrize("tile", [Tile(1, 8, 2), Tile(4, 4, 1, 168), None])
+@pytest.mark.parametrize("tile", [Tile(1, 8, 2), Tile(4, 4, 1), None])
 @pytest.mark.parametrize("rows", [9, 12, 16])
 def test_products_of_sixteen_rows(rows: int, tile: Tile | None) -> None:
     compare(rows, 64, 8, tile)

@@ -35,7 +35,6 @@ class Tile:
     tiles: int  # of 16 outputs, of a program; with a gate, half of them are ups
     warps: int  # that share an output's inputs
     stages: int  # runs of a warp that are on their way
-    registers: int | None = None  # that a thread may have, where fewer let one more program run beside the others
 
 
 @gluon.jit
@@ -215,14 +214,13 @@ def linear(
     num_runs = weight.num_columns // RUN
     tile = tile or tile_for(num_rows, num_columns, num_runs, gated)
     words, scale, early = weight.data.view(torch.int32), weight.scale, launch.early(x)
-    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
     _held[(triton.cdiv(num_columns, outputs_of(tile, gated)),)](
         x, words, scale, scale if weight.offset is None else weight.offset, out if bias is None else bias,
         out if residual is None else residual, out, num_rows, num_columns, num_runs, words.stride(0), scale.stride(0),
         x.stride(0), 0 if residual is None else residual.stride(0), RAISE=17.0 if weight.kind is Kind.INT4 else 16.0,
         EVEN=num_runs % (tile.warps * tile.stages) == 0, HAS_OFFSET=weight.offset is not None, GATED=int(gated),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, ROWS=8 if num_rows <= 8 else 16, TILES=tile.tiles,
-        WARPS=tile.warps, STAGES=tile.stages, EARLY=early, num_warps=tile.warps, **launch.options(early), **limit,
+        WARPS=tile.warps, STAGES=tile.stages, EARLY=early, num_warps=tile.warps, **launch.options(early),
     )  # fmt: skip
     return out
 
@@ -248,7 +246,7 @@ def tile_for(num_rows: int, num_columns: int, num_runs: int, gated: int) -> Tile
     if gated:
         return Tile(4, 4, 2)
     if num_columns >= MANY:
-        return Tile(4, 4, 1, None if num_rows <= 8 else 168)
+        return Tile(4, 4, 1)
     if num_runs >= LONG:
         return Tile(1 if num_rows <= 8 else 2, 8, 2)
     return Tile(1, 4, 8 if num_columns <= FEW else 4)
