@@ -175,9 +175,10 @@ def test_guided_requests_are_in_recorded_rounds(drafter: Any) -> None:
     with LLM(None, drafter, **options) as llm:
         llm.warm_up()
         recorded, before = llm.engine.num_recordings, llm.engine.num_recorded_rounds
-        for _ in range(3):
-            outputs = llm.generate(prompts, kinds)
-            assert [output.outputs[0].token_ids for output in outputs] == plain
+        outputs = []
+        for _ in range(3):  # the governor may find that drafts do not pay
+            outputs += llm.generate(prompts, kinds)
+            assert [output.outputs[0].token_ids for output in outputs[-len(plain) :]] == plain
         assert llm.engine.num_recordings == recorded
         assert llm.engine.num_recorded_rounds > before + 30
         if drafter is not None:

@@ -232,6 +232,20 @@ def test_survival_begins_with_the_average() -> None:
     assert np.allclose(survival.of(np.array([0])), survival.of(np.array([2])))
 
 
+def test_requests_as_they_come_include_those_that_left() -> None:
+    """Whether another has their slot or not; and each counts once, however long it stays."""
+    survival = Survival(4, 2)
+    for _ in range(10):
+        survival.add([Judged(0, 2, 2, 2), Judged(1, 2, 0, 1), Judged(2, 2, 2, 2)])
+    survival.begin(2)
+    for _ in range(50):
+        survival.add([Judged(1, 2, 0, 1)])
+    usual = survival.usual(np.array([1, 2]))
+    assert sorted((usual[:, 0] > 0.5).tolist()) == [False, True, True]
+    survival.fade()
+    assert len(survival.usual(np.array([1]))) == 1
+
+
 def test_times_are_told_apart() -> None:
     """Rows of drafts, rows of prompts and drafting itself are never seen alone, and yet their prices are found. Beside
     prompts a row may take longer than all that a smaller round takes: that says nothing of rounds without."""

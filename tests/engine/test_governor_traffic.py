@@ -59,11 +59,11 @@ def adaptive(rates: str, clients: int, seed: int) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 5, 7])  # the last two: at 32 clients a moment's rest that forgot all
-@pytest.mark.parametrize(("clients", "low", "gain"), [(8, 0.95, 1.02), (32, 0.98, 1.02), (128, 0.97, 0.99)])
+@pytest.mark.parametrize(("clients", "low", "gain"), [(8, 0.96, 1.2), (32, 1.0, 1.05), (128, 0.995, 1.01)])
 def test_drafts_that_stand_for_some_and_not_for_others(clients: int, low: float, gain: float, seed: int) -> None:
     """Those whose drafts stand leave soon, so that often hardly one of them is there. That is no reason to stop: who
-    comes is good again. At eight clients no round can leave out anybody's rows; a fixed depth is the best there is. At
-    128 no depth brings much."""
+    comes is good again. (The warm-up ends with none of them: what they were like must not be forgotten.) At eight
+    clients no round can leave out anybody's rows; a fixed depth is the best there is. At 128 no depth brings much."""
     found, others = adaptive("mixed", clients, seed), fixed("mixed", clients, FixedDepth)
     assert found > gain * others[0]
     assert found > low * max(others)

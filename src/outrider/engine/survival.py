@@ -20,7 +20,7 @@ INITIAL_EXPECTED = 16.0  # tokens at first that came as they were expected
 PRIOR_DRAFTS = 3.0  # drafts of its own that the average counts as much as
 INITIAL_ACCEPTANCE = 0.7  # what a position counts as that was never seen
 FADED_DRAFTS = 1.5  # drafts that what is known counts as much as, when it may be out of date
-RECORD = 32  # requests that have ended which are remembered
+RECORD = 32  # requests that have ended which are remembered, or as many as can run if those are more
 FEW_DRAFTS = 4  # drafts of a request that say something of it
 
 
@@ -39,12 +39,14 @@ class Survival:
         self._column = np.arange(lookahead)
         self._expected = self._accepted = INITIAL_EXPECTED  # tokens of the last rounds that were checked
         self._num_added = 0
-        self._ended: list[tuple[np.ndarray, np.ndarray]] = []  # rows of both tables
+        self._record = max(RECORD, num_slots)
+        self._latest = np.zeros(num_slots, dtype=np.int64)  # when something was added for each slot
+        self._ended: list[tuple[int, np.ndarray]] = []  # the same, and the tables, of requests whose slot others have
 
     def begin(self, slot: int) -> None:
         """Another request has the slot."""
         if self._seen[slot, 0] >= FEW_DRAFTS:
-            self._ended = [*self._ended[1 - RECORD :], (self._right[slot].copy(), self._seen[slot].copy())]
+            self._ended = [*self._ended[1 - self._record :], (int(self._latest[slot]), self._tables[slot].copy())]
         self._right[slot] = self._seen[slot] = 0.0
 
     def add(self, judged: Sequence[Judged]) -> None:
@@ -60,6 +62,7 @@ class Survival:
             self._accepted = self._accepted * EXPECTED_DECAY + (new[:, 0] & was_judged).sum()
         known = self._tables[rows]
         self._tables[rows] = np.where(new[:, 1:], known * (1 - 1 / WINDOW) + new, known)
+        self._latest[rows] = self._num_added
         count = new.sum(0)
         self._all *= self._keep[count[1]]
         self._all += count
@@ -79,13 +82,14 @@ class Survival:
         return self._seen[rows, 0] >= FEW_DRAFTS
 
     def usual(self, rows: np.ndarray, hope: float = 0.0) -> np.ndarray:
-        """The same of requests as they come, [N, K]: of those that have ended, and of those in these slots. Where
+        """The same of requests as they come, [N, K]: of those that ended last, and of those in these slots. Where
         drafts of some stand and those of others do not, none of them is like the average of all."""
-        known = rows[self.knows(rows)]
-        right = np.array([*(each for each, _ in self._ended), *self._right[known]])
-        seen = np.array([*(each for _, each in self._ended), *self._seen[known]])
-        if not len(seen):
-            right = seen = np.zeros((1, self.lookahead))
+        left = self._seen[:, 0] >= FEW_DRAFTS
+        left[rows] = False
+        ended = self._ended + [(int(self._latest[slot]), self._tables[slot]) for slot in np.flatnonzero(left)]
+        ended.sort(key=lambda each: each[0])
+        known = [table for _, table in ended[-self._record :]] + list(self._tables[rows[self.knows(rows)]])
+        right, seen = np.array(known or [np.zeros((2, self.lookahead))]).swapaxes(0, 1)
         return self._chances(right, seen, hope / math.sqrt(len(seen)))  # of many, the mean is known well
 
     def _chances(self, right: np.ndarray, seen: np.ndarray, hope: float) -> np.ndarray:
