@@ -40,14 +40,15 @@ class Harness:
         self.pages = order.view(num_slots, pages).tolist()
 
     @torch.inference_mode()
-    def run(self, prompts: Sequence[Sequence[int]], chunk: int) -> list[tuple[Tensor, Tensor]]:
-        """Logits [n, V] and all taps [n, layers + 1, H] of every prompt, computed `chunk` rows at a time, together."""
+    def run(self, prompts: Sequence[Sequence[int]], chunk: int, *, narrow: bool = False) -> list[tuple[Tensor, Tensor]]:
+        """Logits [n, V] and all taps [n, layers + 1, H] of every prompt, computed `chunk` rows at a time, together.
+        `narrow`: only those of the last row of each chunk, and of all layers but the last."""
         requests = []
         for slot, prompt in enumerate(prompts):
             self.cache.admit(slot, prompt, [])
             self.cache.set_pages(slot, 0, self.pages[slot])
             requests.append(Request(str(slot), list(prompt), SamplingParams(), seed=0, slot=slot))
-        taps = tuple(range(self.target.num_layers + 1))
+        taps = tuple(range(self.target.num_layers + (not narrow)))
         found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
         for start in range(0, max(len(prompt) for prompt in prompts), chunk):
             plan = [
@@ -56,10 +57,12 @@ class Harness:
                 if start < len(request.prompt)
             ]
             step = self.runner.pack(plan, exact_shape(plan, 0))
-            hidden = self.target(step.batch, taps)
+            rows = step.batch.query_start[1:].long() - 1 if narrow else None
+            hidden = self.target(step.batch, taps, rows=rows)
             self.cache.state.computed[step.batch.slots] += step.num_rows
             logits = self.target.logits(hidden.last)
             for number, work in enumerate(plan):
-                rows = slice(int(step.batch.query_start[number]), int(step.batch.query_start[number + 1]))
-                found[work.request.slot].append((logits[rows], hidden.taps[rows]))
+                begin, end = step.batch.query_start[number : number + 2].tolist()
+                own = slice(number, number + 1) if narrow else slice(begin, end)
+                found[work.request.slot].append((logits[own], hidden.taps[begin:end]))
         return [(torch.cat([a for a, _ in parts]), torch.cat([b for _, b in parts])) for parts in found]

@@ -297,7 +297,7 @@ class Step:
 class Hidden:
     """What a target computed: the residual stream after the last layer, and the taps that were asked for."""
 
-    last: Tensor  # [T, H] before the final norm
+    last: Tensor  # [T, H] before the final norm, or those rows that were asked for
     taps: Tensor  # [T, n, H]
     carry: Tensor | None = None  # [B, C, n, H] taps of the rows before each request's first, the nearest last
 

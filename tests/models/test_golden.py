@@ -63,6 +63,17 @@ def test_logits_and_taps(family: str, chunk: int, target_path: Callable[..., Pat
         torch.testing.assert_close(taps, streams, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_rows_that_nobody_reads(family: str, target_path: Callable[..., Path], kernels: str) -> None:
+    """They are left out of the last layer. What those after them see of them, and the taps, must be there."""
+    chunk, prompts = 7, prompts_of_all_lengths()
+    results = Harness(load_target(target_path(family))).run(prompts, chunk, narrow=True)
+    for prompt, (logits, taps), (their_logits, streams) in zip(prompts, results, expected(family), strict=True):
+        ends = [min(start + chunk, len(prompt)) - 1 for start in range(0, len(prompt), chunk)]
+        torch.testing.assert_close(logits, their_logits[ends], atol=1e-4, rtol=0)
+        torch.testing.assert_close(taps, streams[:, :-1], atol=1e-4, rtol=0)
+
+
 def test_a_tap_is_not_written_to_again(target_path: Callable[..., Path]) -> None:
     harness = Harness(load_target(target_path("llama")))
     ((_, taps),) = harness.run([[5, 6, 7, 8]], 4)

@@ -27,6 +27,7 @@ from outrider.layers.block import Block, DecoderBlock
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
 from outrider.layers.mla import LatentBlock
+from outrider.layers.narrow import run_narrowing
 from outrider.layers.norm import RMSNorm
 from outrider.models.base import Target
 from outrider.types import Batch, Checkpoint, Resolved, Weight
@@ -134,13 +135,13 @@ class EagleNetwork(FeedbackNetwork):
         self.embed = Embedding(config.vocab_size, size) if config.own_embedding else None
         self.head = Head(config.vocab_size, size) if config.own_head else None
 
-    def forward(self, embedding: Tensor, state: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """-> what the head reads, and what is fed back."""
+    def forward(
+        self, embedding: Tensor, state: Tensor, batch: Batch, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """-> what the head reads, and what is fed back, of these rows."""
         if self.embedding_norm is not None:
             embedding = self.embedding_norm(embedding)
-        x = self.fc(torch.cat([embedding, state], dim=-1))
-        for block in self.layers:
-            x = block(x, batch)
+        x = run_narrowing(self.layers, self.fc(torch.cat([embedding, state], dim=-1)), batch, rows)
         if self.norm is None:
             return x, x
         normed = self.norm(x)

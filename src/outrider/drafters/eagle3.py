@@ -3,6 +3,7 @@ One network with options; every published dialect of config.json and tensor name
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Self
@@ -24,6 +25,7 @@ from outrider.layers.block import DecoderBlock
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
 from outrider.layers.mla import LatentBlock
+from outrider.layers.narrow import run_narrowing
 from outrider.layers.norm import RMSNorm, side_by_side
 from outrider.layers.rotary import Rotary
 from outrider.models.base import Target
@@ -84,11 +86,12 @@ class Eagle3Network(FeedbackNetwork):
         flat = taps.flatten(1)
         return self.fc(flat if self.input_norm is None else self.input_norm(flat))
 
-    def forward(self, embedding: Tensor, state: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """-> what the head reads, and what is fed back."""
-        x = self.first(embedding, state, batch, norm_before_residual=self.config.norm_before_residual)
-        for block in self.rest:
-            x = block(x, batch)
+    def forward(
+        self, embedding: Tensor, state: Tensor, batch: Batch, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """-> what the head reads, and what is fed back, of these rows."""
+        first = functools.partial(self.first, embedding, norm_before_residual=self.config.norm_before_residual)
+        x = run_narrowing([first, *self.rest], state, batch, rows)
         normed = self.norm(x)
         return normed if self.config.norm_before_head else x, normed if self.config.norm_output else x
 

@@ -16,7 +16,6 @@ from outrider.drafters.reader import Reader
 from outrider.kernels import native
 from outrider.kernels.chain import NativeChain
 from outrider.kernels.dispatch import use_native
-from outrider.kernels.take import take_rows
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import Block, DecoderBlock, attention_weights, mlp_weights
 from outrider.layers.embedding import Embedding, Head, embed_rows
@@ -149,7 +148,7 @@ class FeedbackConfig(Protocol):
 
 
 class FeedbackNetwork(nn.Module):
-    """(embedding, state, batch) -> what the head reads, and what is fed back."""
+    """(embedding, state, batch, rows) -> what the head reads, and what is fed back, of those rows (None: of all)."""
 
     config: FeedbackConfig
     embed: Embedding | None  # None: the target's
@@ -186,15 +185,14 @@ class FeedbackDrafter(Drafter):
         if not step.depth:
             self.network.follow(embed_rows(self.embed, extension.batch), state, extension.batch)
             return no_draft(step, self.lookahead)
-        normed, feedback = self._run(extension.batch, state)
-        feedback = take_rows(feedback, extension.last)
+        normed, feedback = self._run(extension.batch, state, extension.last)
 
         def advance(tokens: Tensor, ahead: int) -> Tensor:
             nonlocal feedback
             normed, feedback = self._run(single_rows(step, ahead, tokens, FIRST_KEY, lag=1), feedback)
             return self.logits(normed)
 
-        first = self.logits(take_rows(normed, extension.last))
+        first = self.logits(normed)
         chain = self.native_chain() if step.sampling.greedy and use_native(first) else None
         if chain is not None:
             return draft_natively(chain, step, self.lookahead, first, feedback)
@@ -212,8 +210,8 @@ class FeedbackDrafter(Drafter):
         other.network.config = other.config
         return other
 
-    def _run(self, batch: Batch, state: Tensor) -> tuple[Tensor, Tensor]:
-        return self.network(embed_rows(self.embed, batch), state, batch)
+    def _run(self, batch: Batch, state: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.network(embed_rows(self.embed, batch), state, batch, rows)
 
 
 def draft_natively(

@@ -51,11 +51,16 @@ class Round:
 
     def forward(self, step: Step, out: Pass | None = None) -> Pass:
         """`out`: where to put what it computes, as far as the other parts need it."""
-        hidden = self.target(step.batch, self.drafting.taps(step.shape), out.hidden.taps if out is not None else None)
-        logits = self.target.own_logits(self.judged_of(hidden, step), out.logits if out is not None else None)
-        if out is not None and self.drafting.reads_last:
+        taps = self.drafting.taps(step.shape)
+        if out is None:
+            hidden = self.target(step.batch, taps)
+            return Pass(hidden, self.target.own_logits(self.judged_of(hidden, step)))
+        reads_all = self.drafting.reads_last or step.shape.judges_all
+        hidden = self.target(step.batch, taps, out.hidden.taps, None if reads_all else step.judged)
+        judged = self.judged_of(hidden, step) if reads_all else hidden.last
+        if self.drafting.reads_last:
             out.hidden.last.copy_(hidden.last)
-        return Pass(hidden, logits)
+        return Pass(hidden, self.target.own_logits(judged, out.logits))
 
     def judged_of(self, hidden: Hidden, step: Step) -> Tensor:
         """The states [L, H] of the judged rows."""

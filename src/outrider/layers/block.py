@@ -9,6 +9,7 @@ from outrider.layers.attention import SelfAttention
 from outrider.layers.fused import BlockParts, Fusable, block_parts, native_block
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import MixtureMLP
+from outrider.layers.narrow import narrowed
 from outrider.layers.norm import RMSNorm
 from outrider.types import Batch, Weight
 
@@ -28,11 +29,12 @@ class Block(Fusable):
         return None  # its input is given
 
     def run(self, residual: Tensor, inputs: Tensor | Normed, batch: Batch) -> Tensor:
-        """residual [T, H], inputs [T, in] -> [T, H]: a new tensor, or the residual's where nobody needs that."""
+        """residual [T, H], inputs [T, in] -> [T, H]: a new tensor, or the residual's where nobody needs that. Where few
+        rows are read of it, only those may be there: see narrow.py."""
         if use_native(residual) and isinstance(inputs, Tensor) and batch.attending is None and self.has_native():
             assert self._native is not None
             return self._native(residual, inputs, batch, self.attention.rotary(batch))
-        x = self.attention(inputs, batch, residual)
+        x = narrowed(self.attention(inputs, batch, residual), batch)
         if isinstance(self.mlp, GatedMLP):
             return self.mlp(self.mlp_norm.on_the_way(x), x, overwrite=True)
         if isinstance(self.mlp, MixtureMLP):

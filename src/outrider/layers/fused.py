@@ -11,8 +11,10 @@ from outrider.kernels.activation import gelu_tanh_mul, silu_mul
 from outrider.kernels.block import BlockShape, NativeBlock, NativeStack
 from outrider.kernels.dispatch import use_native
 from outrider.kernels.quantised import Quantised
+from outrider.kernels.take import take_rows
 from outrider.layers.attention import SelfAttention
 from outrider.layers.mlp import GatedMLP
+from outrider.layers.narrow import narrow, narrowed
 from outrider.layers.norm import RMSNorm
 from outrider.types import STREAM_IS_FREE, Batch
 
@@ -89,11 +91,14 @@ class FusedLayers:
     def __init__(self) -> None:
         self._cuts: dict[tuple[int, ...], list[nn.Module | FusedRun]] = {}
 
-    def __call__(self, layers: nn.ModuleList, x: Tensor, batch: Batch, taps: Iterable[int]) -> dict[int, Tensor]:
-        """The residual stream [T, H] after so many layers: of all taps, and after the last."""
+    def __call__(
+        self, layers: nn.ModuleList, x: Tensor, batch: Batch, taps: Iterable[int], rows: Tensor | None = None
+    ) -> dict[int, Tensor]:
+        """The residual stream [T, H] after so many layers: of all taps, and after the last. `rows`: those that are read
+        of the last, None: all."""
         ends = tuple(sorted({*taps, len(layers)}))
         if not use_native(x):
-            return _one_by_one(layers, x, batch, ends)
+            return _one_by_one(layers, x, batch, ends, rows)
         if ends not in self._cuts:
             self._cuts[ends] = _cut(layers, ends)
         streams, number = {0: x}, 0
@@ -107,18 +112,25 @@ class FusedLayers:
                 number += 1
             if number in ends:
                 streams[number] = x
+        if rows is not None:
+            streams[number] = take_rows(x, rows)
         return streams
 
 
-def _one_by_one(layers: nn.ModuleList, x: Tensor, batch: Batch, ends: Sequence[int]) -> dict[int, Tensor]:
+def _one_by_one(
+    layers: nn.ModuleList, x: Tensor, batch: Batch, ends: Sequence[int], rows: Tensor | None
+) -> dict[int, Tensor]:
     streams = {0: x}
     norms = [getattr(layer, "attention_norm", None) for layer in layers]
     for number, layer in enumerate(layers, start=1):
         batch.memo[FOLLOWING] = norms[number] if number < len(norms) else None
         batch.memo[STREAM_IS_FREE] = number > 1 and number - 1 not in ends  # a tap is never written to again
+        if number == len(layers):
+            narrow(batch, rows)
         x = layer(x, batch)
         if number in ends:
             streams[number] = x
+    streams[len(layers)] = narrowed(x, batch)
     batch.memo[STREAM_IS_FREE] = False
     return streams
 

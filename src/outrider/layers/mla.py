@@ -16,6 +16,7 @@ from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import MixtureMLP
+from outrider.layers.narrow import narrowed
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.layers.split import cut, equal_share, whole
@@ -148,7 +149,7 @@ class LatentBlock(nn.Module):
 
     def run(self, residual: Tensor, inputs: Tensor | Normed, batch: Batch) -> Tensor:
         """residual [T, H], inputs [T, in] -> [T, H]."""
-        x = self.attention(inputs, batch, residual)
+        x = narrowed(self.attention(inputs, batch, residual), batch)
         if isinstance(self.mlp, GatedMLP | MixtureMLP):
             return self.mlp(self.mlp_norm.on_the_way(x), x)
         return x + self.mlp(self.mlp_norm(x))

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from outrider.kernels.take import take_rows
 from outrider.layers.attention import SelfAttention
 from outrider.layers.block import attention_weights, mlp_weights
 from outrider.layers.fused import FOLLOWING, BlockParts, Fusable, block_parts
 from outrider.layers.mlp import GatedMLP
+from outrider.layers.narrow import WANTED_ROWS
 from outrider.layers.norm import RMSNorm
 from outrider.types import Batch, Weight
 
@@ -36,12 +38,20 @@ class SandwichBlock(Fusable):
         to it."""
         return self.mlp(self.mlp_norm.on_the_way(x) if normed is None else normed)
 
+    def _attended(self, attended: Tensor, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The residual stream of those rows that are read, with what attention adds to it; and what the MLP's norm
+        makes of it, if that is known."""
+        rows = batch.memo.pop(WANTED_ROWS, None)
+        if rows is not None:
+            attended, x = take_rows(attended, rows), take_rows(x, rows)
+        return self.attended_norm.added_for(attended, x, self.mlp_norm)
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         norm = self.attention_norm
         stream, inputs = batch.memo.pop(norm, (None, None))  # from the block before
         if inputs is None or stream is not x:
             inputs = norm.on_the_way(x) if isinstance(self.attention, SelfAttention) else norm(x)
-        x, normed = self.attended_norm.added_for(self.attention(inputs, batch), x, self.mlp_norm)
+        x, normed = self._attended(self.attention(inputs, batch), x, batch)
         # the next block's norm, if its input is this block's result as it is
         following = batch.memo.get(FOLLOWING) if type(self).forward is SandwichBlock.forward else None
         x, normed = self.fed_norm.added_for(self.feed(x, normed), x, following)

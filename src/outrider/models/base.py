@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from outrider.kernels.take import take_rows
 from outrider.layers.attention import SelfAttention
 from outrider.layers.embedding import AbsentHead, Embedding, Head, embed_rows
 from outrider.layers.fused import FusedLayers
@@ -111,15 +112,19 @@ class Target(nn.Module):
     def max_len(self) -> int:
         return int(self.config.get("max_position_embeddings") or 2048)
 
-    def forward(self, batch: Batch, taps: tuple[int, ...] = (), out: Tensor | None = None) -> Hidden:
+    def forward(
+        self, batch: Batch, taps: tuple[int, ...] = (), out: Tensor | None = None, rows: Tensor | None = None
+    ) -> Hidden:
         """Runs the rows through all layers. Tap i is the residual stream after i layers; 0 is the embedding. `out`:
-        where to put the taps [T, n, H]."""
+        where to put the taps [T, n, H]. `rows`: those whose last state is wanted, None: all."""
         x = embed_rows(self.embed, batch)
         self.prepare(x, batch)
         if self.stage is not None:
             return self._forward_stage(self.stage, x, batch, taps)
-        streams = self._fused(self.layers, x, batch, taps)
-        return self._hidden(streams[len(self.layers)], streams, taps, out)
+        is_tapped = len(self.layers) in taps
+        streams = self._fused(self.layers, x, batch, taps, None if is_tapped else rows)
+        last = streams[len(self.layers)]
+        return self._hidden(take_rows(last, rows) if is_tapped and rows is not None else last, streams, taps, out)
 
     def _forward_stage(self, stage: Stage, x: Tensor, batch: Batch, taps: tuple[int, ...]) -> Hidden:
         """The same with the layers that are here: between what the stage before has computed, and the next stage."""

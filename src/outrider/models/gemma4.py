@@ -15,6 +15,7 @@ from outrider.layers.embedding import Embedding
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.moe import Experts, ExpertShape, check_choice
+from outrider.layers.narrow import all_rows
 from outrider.layers.norm import RMSNorm
 from outrider.layers.per_layer import PER_LAYER, PerLayerGate, PerLayerInputs
 from outrider.layers.rotary import Rotary
@@ -136,10 +137,11 @@ class Gemma4Block(SandwichBlock):
         return answer if self.mixture is None else self.mixture(answer, x)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x = super().forward(x, batch)
-        if self.per_layer is not None:
-            x = self.per_layer(x, batch)
-        return x * self.scalar
+        if self.per_layer is None:
+            return super().forward(x, batch) * self.scalar
+        with all_rows(batch):
+            x = super().forward(x, batch)
+        return self.per_layer(x, batch) * self.scalar
 
 
 def head_shapes(config: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, tuple[int, int]]:

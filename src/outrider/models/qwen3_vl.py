@@ -7,6 +7,7 @@ from torch import Tensor
 
 from outrider.layers.attention import AttentionShape
 from outrider.layers.block import DecoderBlock
+from outrider.layers.narrow import all_rows
 from outrider.layers.rotary import Rotary
 from outrider.models.base import nested_text, targets
 from outrider.models.qwen2_5_vl import QwenVL, qwen_vision
@@ -20,9 +21,10 @@ class DeepstackBlock(DecoderBlock):
     level: int
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x = super().forward(x, batch)
         if batch.features is None:
-            return x
+            return super().forward(x, batch)
+        with all_rows(batch):
+            x = super().forward(x, batch)
         is_image, values = batch.features.at(self.level)
         return x + values.to(x.dtype) * is_image
 
