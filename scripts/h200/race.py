@@ -181,14 +181,21 @@ def tell(level: Level, found: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path)
-    parser.add_argument("--levels", type=int, nargs="+", default=[1, 4] if SMOKE else [1, 32, 128])
+    crowd = "4" if SMOKE else "32"
+    usual = ["1", crowd, *([] if SMOKE else ["128"]), "top_p", "long"]
+    parser.add_argument("--levels", nargs="+", default=usual, help=f"clients, top_p ({crowd} of them), or long")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    counts = {1: 8, 32: 192, 128: 512}
-    levels = [Level(f"{each} at a time", each, counts.get(each, 4 * each)) for each in given.levels] * given.runs
-    levels.append(Level("top_p", given.levels[1], 8 if SMOKE else 192, options=("-t", "0.8", "--top-p", "0.9")))
-    levels.append(Level("long prompts", 2 if SMOKE else 16, 4 if SMOKE else 48, "long"))
+    counts = {1: 8, 4: 8} if SMOKE else {1: 8, 32: 192, 128: 512}
+    special = {
+        "top_p": Level("top_p", int(crowd), counts[int(crowd)], options=("-t", "0.8", "--top-p", "0.9")),
+        "long": Level("long prompts", 2 if SMOKE else 16, 4 if SMOKE else 48, "long"),
+    }
+    levels = [
+        special.get(each) or Level(f"{each} at a time", int(each), counts.get(int(each), 4 * int(each)))
+        for each in given.levels * given.runs
+    ]
     folder = roomy_folder(1e8 if SMOKE else 25e9)
     all_of_them: list[Server] = []
     results = []
