@@ -1,7 +1,8 @@
-"""Processes that other processes have started."""
+"""Processes that serve, and those that other processes have started."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -17,3 +18,10 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="outrider-parent", daemon=True).start()
+
+
+def freeze_heap() -> None:
+    """What a server has made to begin with stays. Otherwise the collector of cyclic garbage looks through all of it
+    now and then, while everybody waits: some hundred thousand objects, 70 ms with the smallest of models."""
+    gc.collect()
+    gc.freeze()

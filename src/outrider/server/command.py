@@ -12,6 +12,7 @@ from outrider.commands import option, size
 from outrider.console import Consoles, loading, open_consoles, show_memory_table, show_note
 from outrider.extras import extra_missing
 from outrider.options import ENGINE, EngineOptions, ModelArgument
+from outrider.processes import freeze_heap
 from outrider.server.address import port_of, taken
 from outrider.server.log import log, log_to_stderr
 from outrider.server.serve_options import FileOptions, HttpOptions, RayOptions
@@ -298,7 +299,9 @@ def assembled(plan: Plan, host: ProcessHost, consoles: Consoles, *loggers: str) 
     engine = EngineClient(host.link, model, served[0], limits, host.why_ended)
     parsers = ParserNames(tools.name, reasoning.name)
     settings: dict[str, Any] = {"other_names": served[1:], "defaults": defaults, "root_path": plan.root_path}
-    return Application(engine, tokenizer, served[0], plan.access, parsers, **settings)
+    application = Application(engine, tokenizer, served[0], plan.access, parsers, **settings)
+    freeze_heap()
+    return application
 
 
 def _opened(

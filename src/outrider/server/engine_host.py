@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.options import EngineOptions
-from outrider.processes import end_with_parent
+from outrider.processes import end_with_parent, freeze_heap
 from outrider.server.link import Link
 from outrider.server.log import log_to_stderr
 from outrider.server.protocol import Loading, Located, NotOpened, Opened
@@ -187,6 +187,7 @@ def _run(llm: LLM, link: Link, opening: Opening) -> int:
     log_to_stderr()
     learner = learner_of(llm, opening.learn) if opening.learn is not None else None
     loop = EngineLoop(llm, link, opening.model_name, learner)
+    freeze_heap()
     link.send(opened(llm))
     return 0 if loop.run() else 1
 
