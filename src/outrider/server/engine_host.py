@@ -3,6 +3,7 @@ reach into it. Either way the front has a link to it, and the same messages go b
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from outrider.options import EngineOptions
@@ -61,6 +64,8 @@ class ProcessHost:
         context = multiprocessing.get_context("spawn")
         ours, theirs = socket.socketpair()
         self.process = context.Process(target=_main, args=(theirs, opening), name="outrider-engine")
+        resource_tracker.ensure_running()  # or start() would do it, and lift what is blocked in the middle
+        atexit.register(_kill, self.process)
         with _undisturbed():
             self.process.start()
         theirs.close()  # so that the end of the process is the end of the link
@@ -112,6 +117,12 @@ class ProcessHost:
             self.kill()
         else:
             self.close()
+
+
+def _kill(process: BaseProcess) -> None:
+    """Whoever is interrupted before it can say goodbye would wait for the process at its own exit, for ever."""
+    if process.pid is not None and process.is_alive():
+        process.kill()
 
 
 def _raise(failure: NotOpened) -> None:
