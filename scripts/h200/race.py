@@ -1,7 +1,8 @@
 """Outrider and vLLM on one GPU: four servers (plain, and EAGLE-3 with a made-up acceptance) on the same random
 checkpoint, loaded one after the other by the same clients with prompts that no server has seen.
 
-    PYTHONPATH=src:SITE python scripts/h200/race.py [--vllm FOLDER] [--levels 1 32 128 top_p long] [--runs 2] [--out FILE.json]
+    PYTHONPATH=src:SITE python scripts/h200/race.py [--vllm FOLDER] [--levels 1 32 128 top_p long] [--runs 2]
+        [--out FILE.json]
 
 --vllm: a folder with vLLM, for PYTHONPATH; without it Outrider's two servers are measured alone. All servers start at
 the same time, which takes vLLM 130 to 170 s; all of it takes an H200 about nine minutes. A level is a number of

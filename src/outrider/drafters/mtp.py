@@ -103,8 +103,9 @@ class MultiTokenPrediction(Drafter):
             if number and place == 0:  # the modules' tokens are used up: what they drafted is taken for text
                 window, state = self._drafted(step, number), torch.stack(newest, dim=1).flatten(0, 1)
                 source, newest = state, []
-            fed = self._run(place, self._rows(step, window, place, tokens), state)
-            newest.append(fed[window.last])
+            feeds_all = self.mtp.chained and place + 1 < self.num_modules  # the next module reads every row
+            fed = self._run(place, self._rows(step, window, place, tokens), state, None if feeds_all else window.last)
+            newest.append(fed[window.last] if feeds_all else fed)
             state = fed if self.mtp.chained else source
             if number < step.depth:
                 tokens[:, number] = choose(self.logits(place, newest[-1]), step.sampling, slots, lengths + number)
@@ -162,13 +163,14 @@ class MultiTokenPrediction(Drafter):
             memo={},
         )
 
-    def _run(self, place: int, rows: Batch, state: Tensor) -> Tensor:
-        """What is fed on [T, H]: the module's output, normed if its family does so."""
+    def _run(self, place: int, rows: Batch, state: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """What is fed on [T, H]: the module's output, normed if its family does so. `wanted`: of these rows, None: of
+        all."""
         module = self.module(place)
         embedding = embed_rows(module.embed if module.embed is not None else self._target[0].embed, rows)
         if self.mtp.zero_first_embedding:  # beside the state of the very first token
             embedding = torch.where((rows.indices == rows.first_key)[:, None], 0, embedding)
-        output = module(embedding, state, rows)
+        output = module(embedding, state, rows, wanted)
         return module.norm(output) if self.mtp.feeds_normed else output
 
     def module(self, place: int) -> MtpModule:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
+from outrider.layers.narrow import run_narrowing
 from outrider.layers.norm import RMSNorm, side_by_side
 from outrider.types import Batch
 
@@ -24,9 +25,8 @@ class MtpModule(nn.Module):
         self.head = head
         self.embed = embed
 
-    def forward(self, embedding: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
-        """embedding of the next token and hidden state [T, H] -> the residual stream before the module's norm."""
+    def forward(self, embedding: Tensor, hidden: Tensor, batch: Batch, rows: Tensor | None = None) -> Tensor:
+        """embedding of the next token and hidden state [T, H] -> the residual stream before the module's norm, of these
+        rows (None: of all)."""
         x = self.projection(side_by_side((self.embedding_norm, embedding), (self.hidden_norm, hidden)))
-        for block in self.blocks:
-            x = block(x, batch)
-        return x
+        return run_narrowing(self.blocks, x, batch, rows)
