@@ -83,8 +83,9 @@ def measure_levels(
     note: Note,
     progress: Progress | None = None,
 ) -> list[LevelRuns]:
-    """At every level: each side once with as many requests as there are clients, which is not counted, then all runs,
-    in which the sides take turns to be the first."""
+    """At every level: each side once with half as many requests, or as many as there are clients if those are more,
+    which is not counted: a server runs for long, and what it learns in its first second is no matter. Then all runs, in
+    which the sides take turns to be the first."""
     total, found = len(plan.levels) * (plan.num_runs + 1) * len(sides), []
     steps = itertools.count()
 
@@ -99,7 +100,8 @@ def measure_levels(
 
     for level in plan.levels:
         warm = replace(plan.load(level, plan.num_runs), request_rate=None)
-        warm = replace(warm, num_prompts=min(warm.num_prompts, level.clients or MIN_REQUESTS))
+        num_warm = max(warm.num_prompts // 2, level.clients or MIN_REQUESTS)
+        warm = replace(warm, num_prompts=min(warm.num_prompts, num_warm))
         for side in sides:
             run(side, warm, level.name)
         runs: list[list[LoadOutcome]] = [[] for _ in sides]
