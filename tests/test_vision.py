@@ -296,12 +296,12 @@ def test_a_feature_drafter_gets_the_positions_of_the_states_it_reads(
     seen: list[tuple[int, list[int], bool]] = []
 
     def spied(run: Callable[..., Any]) -> Callable[..., Any]:
-        def spy(self: Eagle3Network, embedding: Any, state: Any, batch: Batch) -> Any:
+        def spy(self: Eagle3Network, embedding: Any, state: Any, batch: Batch, *rows: Any) -> Any:
             shown = embedding - self_embed(batch.input_ids)
             for row, index in enumerate(batch.indices.tolist()):
                 if int(batch.write_locations[row]) >= SMALL["page_size"]:  # not written to the dump
                     seen.append((index, batch.positions[:, row].tolist(), bool(shown[row].any())))
-            return run(self, embedding, state, batch)
+            return run(self, embedding, state, batch, *rows)
 
         return spy
 
