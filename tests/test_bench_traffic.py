@@ -147,6 +147,9 @@ def test_sides_take_turns_at_every_level() -> None:
     assert log == [("a", 2, 2), ("b", 2, 2), ("a", 4, 0), ("b", 4, 0), ("b", 4, 1), ("a", 4, 1)]
     assert [len(runs) for runs in found[0].runs] == [2, 2]
     assert notes == ["2 clients: a 24 tokens/s, b 24 tokens/s"]
+    log.clear()
+    measure_levels([Told("a")], [], replace(PLAN, num_prompts=10, num_runs=1), silent)
+    assert [each[:2] for each in log] == [("a", 5), ("a", 10)]  # half a run first, which is not counted
 
 
 def test_requests_that_fail_void_the_measurement() -> None:

@@ -22,6 +22,7 @@ from outrider.engine.policy import FixedDepth, Landed, RowSizes
 from outrider.engine.request import Request, Work
 from outrider.engine.round_sizes import rows_between
 from outrider.llm import total_speculation
+from outrider.models.base import Target
 from outrider.types import RoundShape
 
 pytestmark = pytest.mark.usefixtures("recording")
@@ -43,6 +44,27 @@ PAIRS = [(None, "llama"), *SUITED, *(("oracle", family) for family in MEMORIES)]
 
 def answers(llm: LLM, params: Any = VARIED) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize(("method", "is_narrow"), [(None, True), ("eagle3", True), ("gemma4_assistant", False)])
+def test_beside_prompts_only_judged_rows_have_a_last_state(
+    method: str | None, is_narrow: bool, target_path: Callable[..., Path], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Unless the drafter reads it."""
+    family = dict(SUITED)[method] if method is not None else "llama"
+    path, asked = sample_target(method or "", tmp_path, target_path, family), list[bool]()
+    run = Target.forward
+
+    def spy(self: Target, batch: Any, taps: Any = (), out: Any = None, rows: Any = None) -> Any:
+        asked.append(rows is not None)
+        return run(self, batch, taps, out, rows)
+
+    settings = None if method is None else drafter_settings(method, tmp_path, target_path, family)
+    with LLM(path, settings, max_model_len=64, device="cpu") as llm:
+        monkeypatch.setattr(Target, "forward", spy)
+        answers(llm, GREEDY)
+        assert llm.engine.num_recorded_rounds > 0
+    assert any(asked) is is_narrow
 
 
 @pytest.mark.parametrize(("method", "family"), PAIRS)

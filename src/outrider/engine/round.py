@@ -50,7 +50,8 @@ class Round:
         return EagerRound(self, step)
 
     def forward(self, step: Step, out: Pass | None = None) -> Pass:
-        """`out`: where to put what it computes, as far as the other parts need it."""
+        """`out`: where to put what it computes, as far as the other parts need it; then only judged rows have a last
+        state, unless a drafter reads it. Otherwise all have: somebody may want log-probabilities of a prompt."""
         taps = self.drafting.taps(step.shape)
         if out is None:
             hidden = self.target(step.batch, taps)
