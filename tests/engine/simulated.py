@@ -16,6 +16,7 @@ from outrider.bench.load.serve_load import Load
 from outrider.bench.load.traffic_sides import Clients
 from outrider.drafters.base import Drafter
 from outrider.engine.drafting import Drafting
+from outrider.engine.engine import Engine
 from outrider.engine.flight import Flight, landed
 from outrider.engine.graphs import Graphs
 from outrider.engine.pages import PagePool
@@ -30,18 +31,22 @@ LOOKAHEAD, NUM_FLYING, NUM_MISSABLE, NUM_PROMPT_ROWS = 5, 2, 64, 1024
 RIGHT, WRONG = 1, 0  # tokens: the target always says the former
 Rate = Callable[[int, float], float]  # of a request, given its number and when it was sent
 
-# Milliseconds, 8B on an H200, fitted to what rounds take in traffic there: 5.4 for 32 requests, 7.6 for 128, 26.4 and
-# 48.2 with 1,024 and 2,048 rows, mostly of prompts; with two drafts each 6.2 for 32 and 13.4 for 128.
-ROWS = (1, 32, 64, 128, 192, 256, 512, 1024, 2048)
-LINEARS = (3.7, 3.8, 4.2, 4.75, 5.4, 6.0, 11.0, 21.8, 44.0)
-ROUND, SEAT, DRAFT_ROW = 0.65, 0.017, 0.0085  # attention, the choice of tokens, and of each judged draft
-DRAFTER, DRAFTER_STEP, DRAFTER_SEAT, DRAFTER_PROMPT_ROW = 0.25, 0.12, 0.002, 0.0009  # at all, a token, of one seat
+# Milliseconds, 8B on an H200, fitted to 11,500 rounds of traffic there with fixed and with other depths: 5.6 for 32
+# requests, 6.7 with two drafts each, 7.2 to 8.2 with five of which 16 to 128 are judged; beside prompts 20.5 and 25.3
+# with 768 and 1,024 rows. Those of 640 are a guess: products of 512 and 768 take four and six waves of a device.
+ROWS = (1, 32, 64, 128, 192, 256, 512)
+LINEARS = (4.08, 4.7, 4.87, 5.26, 6.1, 6.9, 11.8)
+READING_ROWS = (64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048)  # prompts among them
+READING_LINEARS = (5.4, 6.4, 8.8, 11.0, 12.2, 15.3, 18.4, 22.9, 33.8, 44.8)
+SEAT, DRAFT_ROW = 0.0231, 0.002  # attention and the choice of tokens, and of each judged draft
+DRAFTER, DRAFTER_STEP, DRAFTER_SEAT, DRAFTER_PROMPT_ROW = 0.18, 0.222, 0.0017, 0.0009  # at all, a token, of one seat
 CATCHING_UP, CAUGHT_UP_ROW = 0.3, 0.001  # a drafter that has rested
 
 
 def milliseconds(shape: RoundShape, num_prompt_rows: int) -> float:
     """Of a round."""
-    took = float(np.interp(shape.num_rows, ROWS, LINEARS)) + ROUND + SEAT * shape.num_seats
+    rows, linears = (READING_ROWS, READING_LINEARS) if num_prompt_rows else (ROWS, LINEARS)
+    took = float(np.interp(shape.num_rows, rows, linears)) + SEAT * shape.num_seats
     took += DRAFT_ROW * max(shape.num_judged - shape.num_seats, 0)
     if not shape.rests:
         took += DRAFTER + (DRAFTER_STEP + DRAFTER_SEAT * shape.num_seats) * shape.depth
@@ -126,6 +131,8 @@ class SimulatedEngine:
             depth = self.drafting.depth(requests)
             if depth and self.drafting.may_pause(requests) and self.scheduler.is_crowded(max(depth // 2, 1)):
                 depth = 0
+            if depth:
+                Engine._allot_beside_prompts(self)  # type: ignore[arg-type]
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
             if not plan.work:
                 break

@@ -42,6 +42,8 @@ class RandomDepth:
             request.most_judged = self._chance.randint(0, self.depths[-1])
         return self._now
 
+    def allot_beside(self, requests: Sequence[Request], depth: int, row_sizes: Sequence[int]) -> None: ...
+
     def note(self, landed: Landed) -> None:
         assert landed.seconds >= 0  # 0: not known
         self._left -= 1

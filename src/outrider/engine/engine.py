@@ -172,11 +172,21 @@ class Engine:
             depth = self.drafting.depth(requests)
             if depth and self.drafting.may_pause(requests) and self.scheduler.is_crowded(max(depth // 2, 1)):
                 depth = 0
+            if depth and self.graphs is not None:
+                self._allot_beside_prompts()
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
             if not plan.work:
                 break
             self._flights.append(self._launch(plan, depth, begin))
             self.scheduler.launched(plan.work)
+
+    def _allot_beside_prompts(self) -> None:
+        """Of drafts that wait, fewer may be worth judging where prompts are read, so that a smaller round will do."""
+        assert self.graphs is not None
+        requests, num_rows = self.scheduler.beside_prompts
+        sizes = self.graphs.row_sizes_beside(len(requests), num_rows) if requests else []
+        if sizes:
+            self.drafting.policy.allot_beside(requests, self.graphs.reading_depth, sizes)
 
     @property
     def _is_foreseeable(self) -> bool:

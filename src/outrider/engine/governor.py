@@ -94,6 +94,7 @@ class Governor:
         self._has_followed = False  # some running request could be drafted for
         self._num_prompt_rows = self._num_tokens = 0.0  # of the last rounds
         self._made = 1.0  # share of the tokens of a draft that there are: a text may suggest nothing
+        self._token_seconds = 0.0  # what a token takes in rounds without prompts, as drafts were shared out last
 
     # before a round
 
@@ -127,11 +128,23 @@ class Governor:
                 request.most_judged = depth
             return
         survival = self._survival_of(requests)[:, :depth]
-        order = np.argsort(-survival, axis=None, kind="stable")
         (rows,) = Rows.of(survival, np.ones(len(requests)), [depth])
-        best = order[: self._choose(rows, len(requests), depth, line).num_drafts]
-        for request, most in zip(requests, np.bincount(best // depth, minlength=len(requests)).tolist(), strict=True):
-            request.most_judged = most
+        offer = self._choose(rows, len(requests), depth, line)
+        self._token_seconds = offer.token_seconds - line.prompt * self._prompt_share
+        _share_out(requests, survival, offer.num_drafts)
+
+    def allot_beside(self, requests: Sequence[Request], depth: int, row_sizes: Sequence[int]) -> None:
+        """A row costs as much there as one of a prompt; it is worth what its token would take in other rounds."""
+        row = self._times.prompt_seconds(size_of(len(requests)), rests=False)
+        if not row or not self._token_seconds:
+            return
+        survival = self._survival_of(requests)[:, :depth]
+        (rows,) = Rows.of(survival, np.ones(len(requests)), [depth])
+        added = np.asarray(row_sizes) - len(requests)
+        used = np.minimum(added, int(rows.counts[-1]))
+        tokens = self._made * self._survival.trust * np.interp(used, rows.counts, rows.gains)
+        _share_out(requests, survival, int(used[(tokens * self._token_seconds - row * added).argmax()]))
+        self._allotted = None  # rounds without prompts are another matter
 
     def _survival_of(self, requests: Sequence[Request], hope: float = 0.0) -> np.ndarray:
         survival = self._survival.of(np.array([request.slot for request in requests]), hope)
@@ -328,6 +341,13 @@ class Governor:
         self._times.fade(number, depth)
         if size.depth == 0 and not size.pays:  # else it rests for a moment, because of those who are there
             self._survival.fade()
+
+
+def _share_out(requests: Sequence[Request], survival: np.ndarray, num_drafts: int) -> None:
+    """So many rows, to the tokens that are the most likely."""
+    best = np.argsort(-survival, axis=None, kind="stable")[:num_drafts] // survival.shape[1]
+    for request, most in zip(requests, np.bincount(best, minlength=len(requests)).tolist(), strict=True):
+        request.most_judged = most
 
 
 def depths_up_to(lookahead: int) -> tuple[int, ...]:

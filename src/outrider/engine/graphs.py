@@ -98,7 +98,7 @@ class Graphs:
         """The sizes that such a round is recorded for, None if it is too large. No more drafts
         are judged than the round makes itself; beside prompts those are of one length, or there are none."""
         decoding = all(work.is_round for work in plan)
-        depth = depth if decoding else min(depth, 1) * self._reading_depth
+        depth = depth if decoding else min(depth, 1) * self.reading_depth
         num_seats = self._at_least(len(plan), seat_sizes(depth) if decoding else FEW_SEATS)
         wanted = max(sum(work.pending + min(work.allowed, depth) for work in plan), 1)
         if decoding:
@@ -108,12 +108,11 @@ class Graphs:
         return self._reading(num_seats, larger[0], depth, rests=rests) if larger else None
 
     @property
-    def _reading_depth(self) -> int:
+    def reading_depth(self) -> int:
         """Tokens that are drafted beside prompts. Where there is a choice, few: their rows are as dear as those of the
         prompts, and newcomers are waiting for their first token."""
         depths = self._parts.drafting.policy.depths
-        few = [depth for depth in depths if 0 < depth <= self._lookahead // 2]
-        return max(few) if few else self._lookahead
+        return max([depth for depth in depths if 0 < depth <= self._lookahead // 2] or depths)
 
     def _decoding(self, num_seats: int, rows: int, depth: int, *, rests: bool) -> RoundShape:
         """A round in which nobody reads a prompt. Of several depths only the draft differs: those of up to three tokens
@@ -132,6 +131,11 @@ class Graphs:
     def row_sizes(self, num_requests: int, depth: int) -> list[int]:
         """Numbers of rows that rounds are recorded for in which so many requests decode."""
         return rows_between(self._at_least(num_requests, seat_sizes(depth)), depth)
+
+    def row_sizes_beside(self, num_requests: int, num_prompt_rows: int) -> list[int]:
+        """Numbers of rows that are left for so many requests in rounds that read so many rows of prompts; [] if there
+        is no such round."""
+        return [size - num_prompt_rows for size in NUM_ROWS if size >= num_prompt_rows + num_requests]
 
     def round(self, plan: Sequence[Work], shape: RoundShape) -> RecordedRound:
         """Such a round, to be done part by part. What was never recorded is recorded now, before it begins: that
@@ -217,7 +221,7 @@ class Graphs:
             for seats in self._sizes(seat_sizes(depth)):
                 rests = may_rest and depth == 0
                 shapes += [self._decoding(seats, rows, depth, rests=rests) for rows in rows_between(seats, depth)]
-            for seats in self._sizes(FEW_SEATS) if depth in (0, self._reading_depth) else ():
+            for seats in self._sizes(FEW_SEATS) if depth in (0, self.reading_depth) else ():
                 both = (False, True) if may_rest and depth == 0 else (False,)  # prompts that the drafter sees, or not
                 shapes += [
                     self._reading(seats, size, depth, rests=rests)

@@ -71,6 +71,12 @@ class DepthPolicy(Protocol):
         to each request (`most_judged`). `row_sizes`: numbers of rows that rounds can have; None: any."""
         ...
 
+    def allot_beside(self, requests: Sequence[Request], depth: int, row_sizes: Sequence[int]) -> None:
+        """After depth(): the next round reads prompts beside these requests. How many tokens of the drafts that wait
+        are judged in it may be written to them again: `depth` each at most, and so many that those who decode have one
+        of `row_sizes` rows together, or less."""
+        ...
+
     def wants(self, num_requests: int) -> bool:
         """Whether drafts for one more request, beside so many, may ever be worth it: otherwise the drafter need not
         follow its text."""
@@ -101,6 +107,8 @@ class FixedDepth:
         for request in requests:
             request.most_judged = None
         return self.latest
+
+    def allot_beside(self, requests: Sequence[Request], depth: int, row_sizes: Sequence[int]) -> None: ...
 
     def wants(self, num_requests: int) -> bool:
         return True

@@ -171,6 +171,15 @@ class Scheduler:
         unread = [*self.running, *self.next_in_line]
         return sum(_num_unread(request) for request in unread) > self.limits.num_prompt_rows
 
+    @property
+    def beside_prompts(self) -> tuple[list[Request], int]:
+        """Those who decode in the next round, and how many rows of prompts it reads beside them, if it can read all
+        that wait; else nobody."""
+        num_rows = sum(_num_unread(request) for request in [*self._in_turn, *self.next_in_line] if _is_reading(request))
+        if not 0 < num_rows <= self.limits.num_prompt_rows:
+            return [], 0
+        return [each for each in self._in_turn if not _is_reading(each) and not self._surely_ends(each)], num_rows
+
     def _room_beside(self, num_rows: int, num_unread: int) -> int:
         """Rows of prompts in a round in which so many others decode, while so many rows are still to be read. Whoever
         decodes should not wait long for whoever comes; and where many come at once, they should not go on in step for
