@@ -13,6 +13,7 @@ from outrider.engine.request import Request, Work
 from outrider.engine.runner import Runner, exact_shape
 from outrider.models.base import Target
 from outrider.sampling_params import SamplingParams
+from outrider.types import Batch, ReadRows
 
 
 def load_target(path: Path) -> Target:
@@ -26,6 +27,12 @@ def load_target(path: Path) -> Target:
 def prompt_work(request: Request, start: int, num_rows: int, *, emits: bool) -> Work:
     """Some rows of a prompt."""
     return Work(request, num_rows, 0, emits, start + num_rows)
+
+
+def last_rows(batch: Batch) -> ReadRows:
+    """The last row of each request."""
+    count = len(batch.slots)
+    return ReadRows(batch.query_start[1:].long() - 1, torch.arange(count + 1, dtype=torch.int32), 1)
 
 
 class Harness:
@@ -57,8 +64,8 @@ class Harness:
                 if start < len(request.prompt)
             ]
             step = self.runner.pack(plan, exact_shape(plan, 0))
-            rows = step.batch.query_start[1:].long() - 1 if narrow else None
-            hidden = self.target(step.batch, taps, rows=rows)
+            read = last_rows(step.batch) if narrow else None
+            hidden = self.target(step.batch, taps, read=read)
             self.cache.state.computed[step.batch.slots] += step.num_rows
             logits = self.target.logits(hidden.last)
             for number, work in enumerate(plan):

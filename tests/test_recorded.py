@@ -55,9 +55,9 @@ def test_beside_prompts_only_judged_rows_have_a_last_state(
     path, asked = sample_target(method or "", tmp_path, target_path, family), list[bool]()
     run = Target.forward
 
-    def spy(self: Target, batch: Any, taps: Any = (), out: Any = None, rows: Any = None) -> Any:
-        asked.append(rows is not None)
-        return run(self, batch, taps, out, rows)
+    def spy(self: Target, batch: Any, taps: Any = (), out: Any = None, read: Any = None) -> Any:
+        asked.append(read is not None)
+        return run(self, batch, taps, out, read)
 
     settings = None if method is None else drafter_settings(method, tmp_path, target_path, family)
     with LLM(path, settings, max_model_len=64, device="cpu") as llm:

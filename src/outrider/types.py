@@ -220,6 +220,15 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class ReadRows:
+    """Rows of a batch whose last state somebody reads: the last ones of some requests, one request after the other."""
+
+    rows: Tensor  # [L]
+    start: Tensor | None = None  # [B + 1] int32, where those of each request begin: where that is known
+    most: int = 0  # of one request, where that is known
+
+
+@dataclass(frozen=True)
 class RoundShape:
     """The sizes of a round, known to the host before it begins. What a round holds may be less: the rest is padding."""
 

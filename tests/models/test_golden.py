@@ -85,6 +85,20 @@ def test_the_last_mlp_has_only_rows_that_are_read(family: str, target_path: Call
     assert seen == {-2: sum(LENGTHS), -1: len(LENGTHS)}
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("kernels", ["reference"], indirect=True)
+def test_the_last_attention_has_only_rows_that_are_read(
+    family: str, target_path: Callable[..., Path], kernels: str
+) -> None:
+    """Of its queries: keys and values of all rows are kept."""
+    target, seen = load_target(target_path(family)), dict[int, int]()
+    for number in (-2, -1):
+        output = target.layers[number].attention.output
+        output.register_forward_pre_hook(lambda _, args, number=number: seen.update({number: len(args[0])}))
+    Harness(target).run(prompts_of_all_lengths(), 100, narrow=True)
+    assert seen == {-2: sum(LENGTHS), -1: len(LENGTHS)}
+
+
 def test_a_tap_is_not_written_to_again(target_path: Callable[..., Path]) -> None:
     harness = Harness(load_target(target_path("llama")))
     ((_, taps),) = harness.run([[5, 6, 7, 8]], 4)

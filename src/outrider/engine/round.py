@@ -20,7 +20,7 @@ from outrider.kernels.mail import Mail
 from outrider.kernels.round import judge, write_outcome
 from outrider.kernels.take import take_rows
 from outrider.models.base import Target
-from outrider.types import Draft, Guidance, Hidden, Step, Verdict
+from outrider.types import Draft, Guidance, Hidden, ReadRows, Step, Verdict
 
 CHECKS = "OUTRIDER_CHECK_RANKS"  # set to anything in the environment: ranks compare what they remember, every round
 
@@ -57,7 +57,8 @@ class Round:
             hidden = self.target(step.batch, taps)
             return Pass(hidden, self.target.own_logits(self.judged_of(hidden, step)))
         reads_all = self.drafting.reads_last or step.shape.judges_all
-        hidden = self.target(step.batch, taps, out.hidden.taps, None if reads_all else step.judged)
+        read = None if reads_all else ReadRows(step.judged, step.judged_start, 1 + step.shape.max_drafts)
+        hidden = self.target(step.batch, taps, out.hidden.taps, read)
         judged = self.judged_of(hidden, step) if reads_all else hidden.last
         if self.drafting.reads_last:
             out.hidden.last.copy_(hidden.last)

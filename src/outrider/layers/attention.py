@@ -7,10 +7,12 @@ from torch import Tensor, nn
 
 from outrider.kernels.attention import AttentionOptions, paged_attention
 from outrider.kernels.linear import linear
-from outrider.kernels.norm import Normed
+from outrider.kernels.norm import Normed, materialised
 from outrider.kernels.rope import HeadNorms, rope_write, rotate
+from outrider.kernels.take import take_rows
 from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
+from outrider.layers.narrow import narrowed_batch
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.layers.split import current_ranks, cut, equal_share, key_share
@@ -99,7 +101,15 @@ class SelfAttention(CachedLayer):
         return self.output(attended.flatten(1), residual, overwrite=overwrite)
 
     def forward(self, x: Tensor | Normed, batch: Batch, residual: Tensor | None = None) -> Tensor:
-        """x [T, in] -> [T, H], added to the residual if there is one."""
+        """x [T, in] -> [T, H], added to the residual if there is one. Where few rows are read of it, only those may be
+        there: see narrow.py."""
+        if residual is not None and self._can_be_narrow:
+            found = narrowed_batch(batch)
+            if found is not None:
+                rows, few = found
+                x = materialised(x)
+                self.remember(x, batch)
+                return self(take_rows(x, rows), few, take_rows(residual, rows))
         overwrite, (q, k, v) = batch.memo.get(STREAM_IS_FREE, False), self.project(x)
         if batch.attending is not None:
             q, k = (each.to(v.dtype) for each in self._turned(q, k, batch))
@@ -110,6 +120,12 @@ class SelfAttention(CachedLayer):
         )
         attended = paged_attention(q, self.pages, batch, self.options, self.sinks)
         return self.finish(attended, x, residual, overwrite=overwrite)
+
+    @property
+    def _can_be_narrow(self) -> bool:
+        """Whether keys and values can be computed without queries. A product that leaves out the queries' part may
+        have other bits."""
+        return type(self).project is SelfAttention.project and not self.qkv.exact
 
     def remember(self, x: Tensor, batch: Batch) -> None:
         """Only keys and values of x [T, in]: of the joint projection the queries' rows are left out."""

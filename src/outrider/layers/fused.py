@@ -16,7 +16,7 @@ from outrider.layers.attention import SelfAttention
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.narrow import narrow, narrowed
 from outrider.layers.norm import RMSNorm
-from outrider.types import STREAM_IS_FREE, Batch
+from outrider.types import STREAM_IS_FREE, Batch, ReadRows
 
 FOLLOWING = "the norm of the next layer"  # in a pass's memo
 
@@ -92,13 +92,13 @@ class FusedLayers:
         self._cuts: dict[tuple[int, ...], list[nn.Module | FusedRun]] = {}
 
     def __call__(
-        self, layers: nn.ModuleList, x: Tensor, batch: Batch, taps: Iterable[int], rows: Tensor | None = None
+        self, layers: nn.ModuleList, x: Tensor, batch: Batch, taps: Iterable[int], read: ReadRows | None = None
     ) -> dict[int, Tensor]:
-        """The residual stream [T, H] after so many layers: of all taps, and after the last. `rows`: those that are read
-        of the last, None: all."""
+        """The residual stream [T, H] after so many layers: of all taps, and after the last. `read`: the rows of that
+        which are read, None: all."""
         ends = tuple(sorted({*taps, len(layers)}))
         if not use_native(x):
-            return _one_by_one(layers, x, batch, ends, rows)
+            return _one_by_one(layers, x, batch, ends, read)
         if ends not in self._cuts:
             self._cuts[ends] = _cut(layers, ends)
         streams, number = {0: x}, 0
@@ -112,13 +112,13 @@ class FusedLayers:
                 number += 1
             if number in ends:
                 streams[number] = x
-        if rows is not None:
-            streams[number] = take_rows(x, rows)
+        if read is not None:
+            streams[number] = take_rows(x, read.rows)
         return streams
 
 
 def _one_by_one(
-    layers: nn.ModuleList, x: Tensor, batch: Batch, ends: Sequence[int], rows: Tensor | None
+    layers: nn.ModuleList, x: Tensor, batch: Batch, ends: Sequence[int], read: ReadRows | None
 ) -> dict[int, Tensor]:
     streams = {0: x}
     norms = [getattr(layer, "attention_norm", None) for layer in layers]
@@ -126,7 +126,7 @@ def _one_by_one(
         batch.memo[FOLLOWING] = norms[number] if number < len(norms) else None
         batch.memo[STREAM_IS_FREE] = number > 1 and number - 1 not in ends  # a tap is never written to again
         if number == len(layers):
-            narrow(batch, rows)
+            narrow(batch, read)
         x = layer(x, batch)
         if number in ends:
             streams[number] = x

@@ -10,7 +10,7 @@ from outrider.layers.attention import SelfAttention
 from outrider.layers.block import attention_weights, mlp_weights
 from outrider.layers.fused import FOLLOWING, BlockParts, Fusable, block_parts
 from outrider.layers.mlp import GatedMLP
-from outrider.layers.narrow import WANTED_ROWS
+from outrider.layers.narrow import READ_ROWS
 from outrider.layers.norm import RMSNorm
 from outrider.types import Batch, Weight
 
@@ -41,9 +41,9 @@ class SandwichBlock(Fusable):
     def _attended(self, attended: Tensor, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The residual stream of those rows that are read, with what attention adds to it; and what the MLP's norm
         makes of it, if that is known."""
-        rows = batch.memo.pop(WANTED_ROWS, None)
-        if rows is not None:
-            attended, x = take_rows(attended, rows), take_rows(x, rows)
+        read = batch.memo.pop(READ_ROWS, None)
+        if read is not None:
+            attended, x = take_rows(attended, read.rows), take_rows(x, read.rows)
         return self.attended_norm.added_for(attended, x, self.mlp_norm)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

@@ -18,7 +18,7 @@ from outrider.layers.mtp import MtpModule
 from outrider.layers.split import whole_shape
 from outrider.layers.stage import Stage
 from outrider.registry import Registry
-from outrider.types import Batch, Hidden, Weight
+from outrider.types import Batch, Hidden, ReadRows, Weight
 
 targets: Registry[type["Target"]] = Registry("target architecture", "outrider.targets")
 
@@ -113,18 +113,18 @@ class Target(nn.Module):
         return int(self.config.get("max_position_embeddings") or 2048)
 
     def forward(
-        self, batch: Batch, taps: tuple[int, ...] = (), out: Tensor | None = None, rows: Tensor | None = None
+        self, batch: Batch, taps: tuple[int, ...] = (), out: Tensor | None = None, read: ReadRows | None = None
     ) -> Hidden:
         """Runs the rows through all layers. Tap i is the residual stream after i layers; 0 is the embedding. `out`:
-        where to put the taps [T, n, H]. `rows`: those whose last state is wanted, None: all."""
+        where to put the taps [T, n, H]. `read`: the rows whose last state is wanted, None: all."""
         x = embed_rows(self.embed, batch)
         self.prepare(x, batch)
         if self.stage is not None:
             return self._forward_stage(self.stage, x, batch, taps)
         is_tapped = len(self.layers) in taps
-        streams = self._fused(self.layers, x, batch, taps, None if is_tapped else rows)
+        streams = self._fused(self.layers, x, batch, taps, None if is_tapped else read)
         last = streams[len(self.layers)]
-        return self._hidden(take_rows(last, rows) if is_tapped and rows is not None else last, streams, taps, out)
+        return self._hidden(take_rows(last, read.rows) if is_tapped and read is not None else last, streams, taps, out)
 
     def _forward_stage(self, stage: Stage, x: Tensor, batch: Batch, taps: tuple[int, ...]) -> Hidden:
         """The same with the layers that are here: between what the stage before has computed, and the next stage."""
