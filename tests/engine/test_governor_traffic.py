@@ -59,7 +59,7 @@ def adaptive(rates: str, clients: int, seed: int) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 5, 7])  # the last two: at 32 clients a moment's rest that forgot all
-@pytest.mark.parametrize(("clients", "low", "gain"), [(8, 0.96, 1.2), (32, 1.0, 1.05), (128, 0.995, 1.01)])
+@pytest.mark.parametrize(("clients", "low", "gain"), [(8, 0.96, 1.15), (32, 1.0, 1.1), (128, 1.0, 1.03)])
 def test_drafts_that_stand_for_some_and_not_for_others(clients: int, low: float, gain: float, seed: int) -> None:
     """Those whose drafts stand leave soon, so that often hardly one of them is there. That is no reason to stop: who
     comes is good again. (The warm-up ends with none of them: what they were like must not be forgotten.) At eight
@@ -84,7 +84,7 @@ def test_drafts_that_stand_for_nobody(rates: str, clients: int) -> None:
 @pytest.mark.parametrize("clients", [1, 2, 4])
 def test_few_clients_whose_drafts_pay_a_little(clients: int) -> None:
     """A few drafts that fall by bad luck do not end it: whoever rests would not find out for long."""
-    asked = Traffic(clients, lambda number, now: 0.25, 24 * clients)
+    asked = Traffic(clients, lambda number, now: 0.3, 24 * clients)
     best = max(asked.run(FixedDepth(depth))[0] for depth in range(1, LOOKAHEAD + 1))
     assert best > 1.1 * asked.run(Plain())[0]
     for seed in (0, 1, 2):
@@ -96,7 +96,7 @@ def test_few_clients_whose_drafts_stand_seldom(clients: int) -> None:
     asked = Traffic(clients, lambda number, now: 0.1, 24 * clients)
     plain = asked.run(Plain())[0]
     for seed in (0, 1, 2):
-        assert asked.run(Governor(LOOKAHEAD, clients + 1), seed=seed)[0] > 0.98 * plain
+        assert asked.run(Governor(LOOKAHEAD, clients + 1), seed=seed)[0] > 0.975 * plain
 
 
 @pytest.mark.parametrize("clients", [8, 32])

@@ -162,6 +162,25 @@ def test_where_more_prompts_wait_than_can_be_read_it_is_crowded() -> None:
     assert not scheduler.is_crowded(2), "what a round under way reads does not wait"
 
 
+def test_who_decodes_beside_prompts() -> None:
+    """And how many rows of them: drafts are shared out by that, where a round can read all that wait."""
+    limits = SchedulerLimits(8, 4096, 4096, 16, 4, prefix_caching=False, num_prompt_rows=256)
+    scheduler = Scheduler(limits, PagePool(4096))
+    decoding = [make_request(number, 10, 4) for number in range(3)]
+    for request in decoding:
+        scheduler.add(request)
+    assert scheduler.beside_prompts == ([], 30), "nobody decodes yet"
+    run_round(scheduler)
+    assert scheduler.beside_prompts == ([], 0), "there are no prompts"
+    decoding.append(make_request(3, 200, 4))
+    scheduler.add(decoding[-1])
+    assert scheduler.beside_prompts == (decoding[:-1], 200)
+    scheduler.add(make_request(4, 100, 4))
+    assert scheduler.beside_prompts == ([], 0), "more than a round reads: it will be filled with them"
+    scheduler.launched(scheduler.next(0, flying=True).work)
+    assert scheduler.beside_prompts == (decoding, 44), "what a round under way reads does not count"
+
+
 def run_round(scheduler: Scheduler) -> list[Work]:
     """Plans a round in which everybody who emits gets one token."""
     plan = scheduler.next(0)

@@ -18,6 +18,7 @@ from outrider.engine.times import Line, Times, size_of
 MIN_ROUNDS = 4  # rounds at a new size before another depth is tried
 TRIAL_ROUNDS = 4  # rounds of a trial; the first ones may still pay for the change
 STRAY_SHARE = 0.25  # of a round of it: one that has another depth
+SETTLING_SECONDS = 0.008  # of a rest, which say nothing: a CPU's caches fill with what it reads then
 MARGIN = 1.03  # a depth must be so much better than the one that is in use
 REST_MARGIN = 1.1  # and so much no drafts at all, where they pay for requests as they come
 HOPE = 0.5  # standard errors by which drafts must be found worse than none, where one request is alone
@@ -94,6 +95,7 @@ class Governor:
         self._has_followed = False  # some running request could be drafted for
         self._num_prompt_rows = self._num_tokens = 0.0  # of the last rounds
         self._made = 1.0  # share of the tokens of a draft that there are: a text may suggest nothing
+        self._rested_seconds = 0.0  # that the drafter has rested
         self._token_seconds = 0.0  # what a token takes in rounds without prompts, as drafts were shared out last
 
     # before a round
@@ -213,26 +215,30 @@ class Governor:
         self._num_prompt_rows = self._num_prompt_rows * keep + landed.num_other_rows
         self._num_tokens = self._num_tokens * keep + landed.num_tokens
         size, number = self._size(landed.num_requests), self._number
-        rows = (landed.num_rows, landed.num_other_rows)
-        self._times.add(number, landed.depth, rows, landed.seconds, rests=landed.rests)
+        is_settled = not landed.rests or self._rested_seconds >= SETTLING_SECONDS
+        self._rested_seconds = self._rested_seconds + landed.seconds if landed.rests else 0.0
+        if is_settled:
+            rows = (landed.num_rows, landed.num_other_rows)
+            self._times.add(number, landed.depth, rows, landed.seconds, rests=landed.rests)
         size.num_rounds += 1
         size.seconds += landed.seconds
         self._num_rounds += 1
         self._credit += TRIAL_BUDGET * landed.seconds
         if size.trial is not None:
-            self._note_trial(number, size, landed)
+            self._note_trial(number, size, landed, is_settled=is_settled)
         elif landed.depth == size.depth == 0 and not landed.rests:  # the drafter follows a text for the sake of a trial
             follow, rest = (self._times.prompt_seconds(number, rests=rests) for rests in (False, True))
             self._follow_loss = max(follow - rest, 0.0) * landed.num_other_rows
             self._credit -= self._follow_loss
 
-    def _note_trial(self, number: int, size: SizeStats, landed: Landed) -> None:
+    def _note_trial(self, number: int, size: SizeStats, landed: Landed, *, is_settled: bool) -> None:
         assert size.trial is not None
         prompts = self._times.prompt_seconds(number, rests=landed.rests)
         bought = landed.num_tokens * (size.token_seconds - prompts * self._prompt_share)
         size.loss += landed.seconds - prompts * landed.num_other_rows - bought
         # Rounds under way have the depth of before; but requests may also want no more, whatever is tried.
-        size.num_left -= 1 if landed.depth == size.trial else STRAY_SHARE
+        if is_settled:
+            size.num_left -= 1 if landed.depth == size.trial else STRAY_SHARE
         if size.num_left <= 0:
             self._credit -= size.loss
             size.losses[size.trial] = max(size.loss, 0.0)
