@@ -123,7 +123,7 @@ def test_rounds_that_read_prompts_teach_too(rate: float, low: float) -> None:
 def test_rows_of_drafts_are_dear_beside_prompts() -> None:
     """A smaller round is taken where what is left out is worth less than the rows that it saves; those that are judged
     are the most likely ones."""
-    world = World(mixed(0.9, 0.3, count=24), begin=0.2, each=0.1, row=0.02, noise=0.05, prompt=100, answer=48)
+    world = World(mixed(0.9, 0.3, count=24), begin=0.1, each=0.05, row=0.02, noise=0.05, prompt=100, answer=48)
     governor, chance = Governor(5, NUM_SLOTS), random.Random(2)
     run(world, governor, 1500, chance)
     asked, judged = requests(24), dict[tuple[int, ...], list[int]]()
