@@ -16,7 +16,6 @@ from outrider.bench.load.serve_load import Load
 from outrider.bench.load.traffic_sides import Clients
 from outrider.drafters.base import Drafter
 from outrider.engine.drafting import Drafting
-from outrider.engine.engine import Engine
 from outrider.engine.flight import Flight, landed
 from outrider.engine.graphs import Graphs
 from outrider.engine.pages import PagePool
@@ -132,7 +131,7 @@ class SimulatedEngine:
             if depth and self.drafting.may_pause(requests) and self.scheduler.is_crowded(max(depth // 2, 1)):
                 depth = 0
             if depth:
-                Engine._allot_beside_prompts(self)  # type: ignore[arg-type]
+                self.graphs.allot_beside(*self.scheduler.beside_prompts)
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
             if not plan.work:
                 break

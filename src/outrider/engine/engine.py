@@ -4,7 +4,6 @@ A round is launched, then its outcome is read; on a GPU the next one is launched
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,6 +14,7 @@ from torch import Tensor
 from outrider.config import EngineConfig
 from outrider.drafters.base import Drafter
 from outrider.engine.cache import Cache
+from outrider.engine.commit import commit
 from outrider.engine.drafting import Drafting
 from outrider.engine.flight import Flight, landed, wants_logprobs, wants_prompt_logprobs
 from outrider.engine.graphs import Graphs
@@ -173,20 +173,12 @@ class Engine:
             if depth and self.drafting.may_pause(requests) and self.scheduler.is_crowded(max(depth // 2, 1)):
                 depth = 0
             if depth and self.graphs is not None:
-                self._allot_beside_prompts()
+                self.graphs.allot_beside(*self.scheduler.beside_prompts)
             plan = self.scheduler.next(depth, flying=bool(self._flights), follows=self.drafting.follows)
             if not plan.work:
                 break
             self._flights.append(self._launch(plan, depth, begin))
             self.scheduler.launched(plan.work)
-
-    def _allot_beside_prompts(self) -> None:
-        """Of drafts that wait, fewer may be worth judging where prompts are read, so that a smaller round will do."""
-        assert self.graphs is not None
-        requests, num_rows = self.scheduler.beside_prompts
-        sizes = self.graphs.row_sizes_beside(len(requests), num_rows) if requests else []
-        if sizes:
-            self.drafting.policy.allot_beside(requests, self.graphs.reading_depth, sizes)
 
     @property
     def _is_foreseeable(self) -> bool:
@@ -304,20 +296,9 @@ class Engine:
 
     def _place(self, plan: Plan) -> None:
         """Slots of new requests are filled, and page tables learn of new pages."""
-        page_size = self.cache.shape.page_size
-        admitted = []
         for request in plan.admitted:
-            reused = request.pages[: request.num_computed // page_size]
-            admitted.append((request, reused))
-            request.num_placed = len(reused)
-            request.first_admitted = request.first_admitted or time.monotonic()
             self.drafting.policy.admit(request.slot)
-        places = []
-        for request in (work.request for work in plan.work):
-            for place in range(request.num_placed, len(request.pages)):
-                places.append((request.slot, place, request.pages[place]))
-            request.num_placed = len(request.pages)
-        placing = Placing(admitted, places, plan.wanted)
+        placing = Placing.of(plan, self.cache.shape.page_size)
         if self.orders is not None:
             self.orders.place(placing)
         placing.put(self.cache, self.runner.options)
@@ -341,32 +322,7 @@ class Engine:
         return progress
 
     def _commit(self, work: Work, outcome: Outcome) -> Progress:
-        """The request takes the tokens, or as many of them as come before it ends."""
-        request, tokens, num_judged = work.request, outcome.tokens, outcome.num_judged
-        is_round = work.is_round and request.num_outputs > 0
-        taken = 0
-        for taken, token in enumerate(tokens, start=1):
-            request.append(token, self.max_model_len, taken if taken < len(tokens) else 0)
-            if request.finished:
-                break
-        if is_round and taken:
-            accepted = min(len(tokens) - 1, taken)
-            request.count_round(num_judged, accepted, taken)
-            self._watch(request, num_judged + request.num_refused, accepted)
-            if request.params.trace:
-                request.trace.append({"draft": request.draft[:num_judged], "accepted": accepted})
-            return Progress(request, taken, num_judged, accepted)
-        return Progress(request, taken)
-
-    def _watch(self, request: Request, num_judged: int, accepted: int) -> None:
-        """Tells the watchdog of a round. What a client predicts or a grammar forces says nothing about the drafter."""
-        if self.watchdog is None or (num_judged and (request.draft_is_predicted or request.draft_is_forced)):
-            return
-        if num_judged:
-            made = (num_judged, accepted)
-            self.watchdog.drafted_round(request.standing, request.request_id, len(request.tokens), made)
-        else:
-            self.watchdog.plain_round(request.standing)
+        return commit(work, outcome, self.max_model_len, self.watchdog)
 
     def _recompute_spoilt(self, plan: Sequence[Work]) -> None:
         """Requests whose memory seems to be spoilt start over from the tokens that they have."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.engine.buffers import Buffers
 from outrider.engine.mailbox import Mailbox
 from outrider.engine.options import Flags
-from outrider.engine.request import Work
+from outrider.engine.request import Request, Work
 from outrider.engine.round import Round
 from outrider.engine.round_sizes import FEW_SEATS, MISSED_ROWS, NUM_ROWS, rows_between, seat_sizes
 from outrider.engine.runner import Runner
@@ -132,10 +132,12 @@ class Graphs:
         """Numbers of rows that rounds are recorded for in which so many requests decode."""
         return rows_between(self._at_least(num_requests, seat_sizes(depth)), depth)
 
-    def row_sizes_beside(self, num_requests: int, num_prompt_rows: int) -> list[int]:
-        """Numbers of rows that are left for so many requests in rounds that read so many rows of prompts; [] if there
-        is no such round."""
-        return [size - num_prompt_rows for size in NUM_ROWS if size >= num_prompt_rows + num_requests]
+    def allot_beside(self, requests: Sequence[Request], num_prompt_rows: int) -> None:
+        """The next round reads so many rows of prompts beside these requests. Of drafts that wait, fewer may be worth
+        judging there, so that a smaller recording will do."""
+        sizes = [size - num_prompt_rows for size in NUM_ROWS if size >= num_prompt_rows + len(requests)]
+        if requests and sizes:
+            self._parts.drafting.policy.allot_beside(requests, self.reading_depth, sizes)
 
     def round(self, plan: Sequence[Work], shape: RoundShape) -> RecordedRound:
         """Such a round, to be done part by part. What was never recorded is recorded now, before it begins: that
