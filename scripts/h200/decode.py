@@ -21,7 +21,10 @@ from outrider.kernels.gpu import attention
 from outrider.kernels.gpu.attention_work import ANY, Form, Keys
 
 Case = tuple[int, int, int]  # requests, tokens that each has, rows of each
-CASES: list[Case] = [(16, 4000, 1), (16, 4000, 3), (128, 600, 1), (128, 600, 3), (32, 600, 1), (1, 32_000, 1)]
+CASES: list[Case] = [
+    (16, 4000, 1), (16, 4000, 3), (16, 600, 1), (8, 530, 6), (32, 530, 6), (32, 600, 1), (128, 600, 1), (128, 600, 3),
+    (1, 32_000, 1),
+]  # fmt: skip
 FORMS = [
     (128, 4, 2, 264), (128, 4, 3, 264), (128, 8, 2, 264), (128, 8, 3, 264), (128, 4, 2, 528), (64, 4, 2, 264),
     (64, 4, 3, 264), (64, 4, 4, 264), (64, 4, 2, 528), (64, 4, 3, 528), (64, 2, 3, 528), (64, 2, 4, 264),
@@ -57,7 +60,8 @@ def wanted(q: Tensor, pages: tuple[Tensor, Tensor], keys: Keys, case: Case) -> T
 def us(case: Case, form: tuple[int, int, int, int] | None, layers: Layers, q: Tensor, keys: Keys) -> float:
     """Of a layer; what is wrong is an error."""
     if form is not None:
-        own = Form(ANY, 16, *form)
+        lanes = case[2] * HEADS // KV_HEADS
+        own = Form(ANY, next(size for size in (16, 32, 64, 128) if lanes <= size), *form)
         attention.forms_for = lambda *given, **named: [own]
     try:
         keys.memo.clear()

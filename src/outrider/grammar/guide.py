@@ -3,7 +3,6 @@ xgrammar does the matching."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from outrider.grammar.charge import seconds_computed
 from outrider.grammar.compiler import Dialect, GrammarCompiler, import_xgrammar, is_json
 from outrider.grammar.ending import BYTES_PER_TOKEN, Countdown, JsonEnding
 from outrider.grammar.forced import certain_text
@@ -126,9 +126,9 @@ class Guide:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """What is done in it is charged to the answer."""
-        begin = time.thread_time()
+        begin = seconds_computed()
         yield
-        self._seconds_left -= time.thread_time() - begin
+        self._seconds_left -= seconds_computed() - begin
         self.is_too_slow |= self._seconds_left < 0
 
     def end_within(self, num_tokens: int) -> None:
