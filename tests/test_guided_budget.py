@@ -84,6 +84,30 @@ def test_a_slow_grammar_fails_alone(
     assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.capacity
 
 
+def test_a_machine_that_stood_still_fails_nobody(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was computed meanwhile: it is waited for once more."""
+    monkeypatch.setattr(guidance, "MAX_SECONDS", 0.5)
+    alone = llm.generate("Once upon a time", SLOW)[0].outputs[0].token_ids
+    slept = []
+
+    def slow_down(request: Request) -> None:
+        guide = request.guide
+        assert guide is not None
+        masks = guide.masks
+
+        def late(draft: list[int]) -> object:
+            if request.num_outputs == 3 and not slept:
+                slept.append(time.sleep(0.7))
+            return masks(draft)
+
+        guide.masks = late  # type: ignore[assignment]
+
+    *_, slow = _run(llm, slow_down)[0]
+    assert slept
+    assert slow.error is None
+    assert slow.outputs == alone
+
+
 def test_masks_that_are_filled_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows whose takes so long: they are filled once more, one by one."""
     monkeypatch.setattr(guidance, "MAX_SECONDS", 0.5)

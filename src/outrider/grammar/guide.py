@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 MAX_MARKER_LEN = 2**8
 # What an answer may take of everybody's time, in seconds of computing: honest grammars take a hundredth of it.
 SECONDS_PER_ANSWER, SECONDS_PER_TOKEN = 0.5, 0.005
+SECONDS_AT_ONCE = 0.3  # that are counted: a machine that stood still once looks the same
 
 
 class Grammars:
@@ -128,7 +129,7 @@ class Guide:
         """What is done in it is charged to the answer."""
         begin = seconds_computed()
         yield
-        self._seconds_left -= seconds_computed() - begin
+        self._seconds_left -= min(seconds_computed() - begin, SECONDS_AT_ONCE)
         self.is_too_slow |= self._seconds_left < 0
 
     def end_within(self, num_tokens: int) -> None:
