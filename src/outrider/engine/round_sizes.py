@@ -9,6 +9,7 @@ NUM_SEATS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 36, 40, 44, 48, 5
              72, 80, 88, 96, 104, 112, 120, 128, 144, 160, 176, 192, 224, 256, 320, 384, 448, 512)  # fmt: skip
 # rows of rounds in which prompts are read, and how many requests have room in each. On an H200 the linears of an 8B
 # read 53,000 tokens a second at 1,024 and at 2,048 rows, 49,000 at 8,192: there is nothing to be had from more.
+# Products come in tiles of 128 rows: 384 take hardly less than 512, and whoever comes with 512 has others beside him.
 NUM_ROWS = (64, 128, 256, 512, 640, 768, 1024, 1536, 2048)
 FEW_SEATS = (8, 32, 64, 128, 256, 512)
 # where something is drafted, sizes come in larger steps: a seat that nobody takes has no rows of the target's pass
