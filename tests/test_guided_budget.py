@@ -54,22 +54,28 @@ def _sleeping(method: str, seconds: float) -> Callable[[Request], None]:
     return slow_down
 
 
-def _computing(request: Request) -> None:
-    """Each token takes longer than it should; none so long that somebody would stop waiting."""
-    guide = request.guide
-    assert guide is not None
-    honest = guide._taken
+def _computing(seconds: float, most: int) -> Callable[[Request], None]:
+    """So many tokens take longer than they should; none so long that somebody would stop waiting."""
 
-    def slow(token: int) -> bool:
-        end = time.thread_time() + 0.2
-        while time.thread_time() < end:
-            pass
-        return honest(token)
+    def slow_down(request: Request) -> None:
+        guide = request.guide
+        assert guide is not None
+        honest, slowed = guide._taken, list[int]()
 
-    guide._taken = slow  # type: ignore[method-assign]
+        def slow(token: int) -> bool:
+            if len(slowed) < most:
+                slowed.append(token)
+                end = time.thread_time() + seconds
+                while time.thread_time() < end:
+                    pass
+            return honest(token)
+
+        guide._taken = slow  # type: ignore[method-assign]
+
+    return slow_down
 
 
-@pytest.mark.parametrize("slow_down", [_sleeping("masks", 5.0), _computing], ids=["one mask", "all tokens"])
+@pytest.mark.parametrize("slow_down", [_sleeping("masks", 5.0), _computing(0.2, 99)], ids=["one mask", "all tokens"])
 def test_a_slow_grammar_fails_alone(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, slow_down: Callable[[Request], None]
 ) -> None:
@@ -106,6 +112,12 @@ def test_a_machine_that_stood_still_fails_nobody(llm: LLM, monkeypatch: pytest.M
     assert slept
     assert slow.error is None
     assert slow.outputs == alone
+
+
+def test_one_slow_moment_fails_nobody(llm: LLM) -> None:
+    """Of so much computing at once it may not be the grammar's: garbage is collected then, too."""
+    *_, slow = _run(llm, _computing(0.7, 1))[0]
+    assert slow.error is None
 
 
 def test_masks_that_are_filled_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

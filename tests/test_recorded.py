@@ -20,7 +20,7 @@ from outrider.certify.random_depth import RandomDepth
 from outrider.engine import graphs
 from outrider.engine.policy import FixedDepth, Landed, RowSizes
 from outrider.engine.request import Request, Work
-from outrider.engine.round_sizes import rows_between
+from outrider.engine.round_sizes import NUM_ROWS, rows_between
 from outrider.llm import total_speculation
 from outrider.models.base import Target
 from outrider.types import RoundShape
@@ -330,6 +330,37 @@ def drafts_by_place(trace: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
             found[place] = each["draft"]
         place += 1 + each["accepted"]
     return found
+
+
+class Asked(FixedDepth):
+    """Judges nothing beside prompts."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.found = list[tuple[int, int, Sequence[int]]]()
+
+    def allot_beside(self, requests: Sequence[Request], depth: int, row_sizes: Sequence[int]) -> None:
+        self.found.append((len(requests), depth, row_sizes))
+        for request in requests:
+            request.most_judged = 0
+
+
+def test_who_decodes_beside_prompts_is_asked_about(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """In recorded rounds, with the numbers of rows that are left of them."""
+    settings = drafter_settings("eagle3", tmp_path, target_path, "llama")
+    with LLM(target_path(), settings, max_model_len=64, device="cpu") as llm:
+        engine, policy = llm.engine, Asked(llm.engine.lookahead)
+        first, second = (llm.requests_for(prompt, replace(GREEDY, max_tokens=12), 0)[0] for prompt in PROMPTS[:2])
+        with engine.drafting_with(policy):
+            engine.add(first)
+            while first.num_outputs < 4:
+                engine.step()
+            assert not policy.found
+            engine.add(second)
+            while engine.has_work:
+                engine.step()
+    sizes = [size - len(PROMPTS[1]) for size in NUM_ROWS if size > len(PROMPTS[1])]
+    assert policy.found == [(1, engine.lookahead, sizes)]
 
 
 class Rests(FixedDepth):

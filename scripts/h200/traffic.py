@@ -3,7 +3,8 @@
     PYTHONPATH=src python scripts/h200/traffic.py PART...
 
 never      a drafter that is never right, adaptive, beside plain decoding, in the engine, by number of clients
-depth      acceptance that differs from request to request: adaptive beside every fixed K (as `outrider bench depth`)
+depth      acceptance that differs from request to request: adaptive beside every fixed K (as `outrider bench depth`);
+           DEPTHS="2 3": beside these alone
 guided     32 requests, 8 of them with a JSON schema, beside 32 without
 equal      the same asked of the embedded pair in exact mode: the answers must be plain decoding's
 round      a round of EAGLE-3 over a plain one, at batch 8 and 32 (as `outrider bench round`)
@@ -219,23 +220,23 @@ def depth(pair: Pair) -> None:
     watchdog, pair.drafting.watchdog = pair.drafting.watchdog, None  # it would leave requests out, whatever the depth
     plan = replace(short_plan((CROWD,), max(NUM_RUNS - 1, 1)), requests={CROWD: LONG * CROWD})
     sides = [side_of("plain", pair.plain, plan)]
-    sides += [side_of(f"K={depth}", pair.drafting, plan, FixedDepth(depth)) for depth in range(1, K + 1)]
+    depths = [int(each) for each in os.environ.get("DEPTHS", "").split()] or list(range(1, K + 1))
+    sides += [side_of(f"K={depth}", pair.drafting, plan, FixedDepth(depth)) for depth in depths]
     sides += [side_of("adaptive", pair.drafting, plan, pair.adaptive())]
     (found,) = measure_levels(sides, prompts_of(plan), plan, lambda line: None)
     pair.drafting.watchdog = watchdog
     rates = [[busy_rate(run) for run in runs] for runs in found.runs]
     middle, (whole, _) = [statistics.median(each) for each in rates], medians(found)
-    accepted = [
-        each.drafting.num_accepted / max(each.drafting.num_drafts, 1) for each in found.runs[K] if each.drafting
-    ]
-    best = max(range(1, K + 1), key=lambda number: middle[number])
+    drafted = [each.drafting for each in found.runs[len(depths)] if each.drafting]
+    brought = max((each.num_accepted / max(each.num_drafts, 1) for each in drafted), default=0.0)
+    best = max(range(1, len(depths) + 1), key=lambda number: middle[number])
     pairs = ratios(rates[-1], rates[best])
     said = ", ".join(f"{side.name} {rate:.0f}" for side, rate in zip(sides, middle, strict=True))
-    say(f"rates {RATES}, {CROWD} clients, tokens/s: {said}; a draft of {K} brings {max(accepted, default=0):.2f}")
+    say(f"rates {RATES}, {CROWD} clients, tokens/s: {said}; a draft of {depths[-1]} brings {brought:.2f}")
     say("to the end of the last answer: " + ", ".join(f"{rate:.0f}" for rate in whole))
     ratio = statistics.median(pairs)
     say(
-        f"adaptive over the best fixed (K={best}): {ratio:.3f} ({min(pairs):.3f}..{max(pairs):.3f}), "
+        f"adaptive over the best fixed (K={depths[best - 1]}): {ratio:.3f} ({min(pairs):.3f}..{max(pairs):.3f}), "
         f"over plain {middle[-1] / middle[0]:.3f} ({verdict(ratio, 1.0, at_least=True)})"
     )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from simulated import LOOKAHEAD, Rate, Traffic
+from simulated import LOOKAHEAD, Rate, SimulatedEngine, Traffic
 
 from outrider.engine.governor import Governor
 from outrider.engine.policy import FixedDepth
@@ -67,6 +67,12 @@ def test_drafts_that_stand_for_some_and_not_for_others(clients: int, low: float,
     found, others = adaptive("mixed", clients, seed), fixed("mixed", clients, FixedDepth)
     assert found > gain * others[0]
     assert found > low * max(others)
+
+
+def test_how_far_is_drafted_beside_prompts() -> None:
+    """A policy of one depth has no other."""
+    for policy, depth in ((FixedDepth(3), 3), (FixedDepth(1), 1), (Governor(LOOKAHEAD, 1), 2)):
+        assert SimulatedEngine(policy, 1, RATES["good"], 64).graphs.reading_depth == depth
 
 
 @pytest.mark.parametrize("clients", [8, 32, 128])

@@ -170,6 +170,17 @@ class Request(Residence):
         rests = self.standing.is_paused or not self.is_followed
         return 0 if rests and not predicted else self.params.num_speculative_tokens
 
+    @property
+    def num_unread(self) -> int:
+        """Known tokens that no round has run, nor is running."""
+        num_emitting, num_flying = self.under_way
+        return 0 if num_emitting else len(self.tokens) - self.num_computed - num_flying
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether more than its last known token is still to be run."""
+        return self.num_unread > 1
+
     def remaining(self, max_model_len: int) -> int:
         """How many more tokens may come."""
         room = max_model_len - len(self.tokens)

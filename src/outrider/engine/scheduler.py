@@ -126,16 +126,13 @@ class Scheduler:
         plan: list[Work] = []
         admitted: list[Request] = []
         most = self._group_size
-        reading: list[Request] = []
-        decoding: list[Request] = []
-        for request in self._in_turn:
-            if not self._surely_ends(request):
-                (reading if _is_reading(request) else decoding).append(request)
+        decoding, reading = self._parties
         num_left, self._figures_left = len(reading) + len(decoding), MAX_FIGURES
         for group in (decoding, reading):
             if group is reading and plan:
-                unread = sum(_num_unread(request) for request in [*reading, *self.next_in_line])
-                budget = min(budget, self._room_beside(sum(work.num_rows for work in plan), unread))
+                budget = min(
+                    budget, self._room_beside(sum(work.num_rows for work in plan), self._rows_to_read(reading))
+                )
             for request in group:
                 num_left -= 1
                 if budget <= 0 or request.status is not Status.RUNNING:  # preempted for an older one just now
@@ -165,20 +162,31 @@ class Scheduler:
         """Whether more prompts wait than the next round can read beside those who decode, and drafts of so many tokens
         would keep them waiting much longer: beside prompts the device computes all the time, and a draft's row takes
         as long as a prompt's."""
-        num_decoding = sum(not _is_reading(request) for request in self.running)
-        if FEW_DRAFTS * num_decoding * num_drafts <= self.limits.num_prompt_rows:
+        decoding, reading = self._parties
+        if FEW_DRAFTS * len(decoding) * num_drafts <= self.limits.num_prompt_rows:
             return False
-        unread = [*self.running, *self.next_in_line]
-        return sum(_num_unread(request) for request in unread) > self.limits.num_prompt_rows
+        return self._rows_to_read(reading) > self.limits.num_prompt_rows
 
     @property
     def beside_prompts(self) -> tuple[list[Request], int]:
         """Those who decode in the next round, and how many rows of prompts it reads beside them, if it can read all
         that wait; else nobody."""
-        num_rows = sum(_num_unread(request) for request in [*self._in_turn, *self.next_in_line] if _is_reading(request))
-        if not 0 < num_rows <= self.limits.num_prompt_rows:
-            return [], 0
-        return [each for each in self._in_turn if not _is_reading(each) and not self._surely_ends(each)], num_rows
+        decoding, reading = self._parties
+        num_rows = self._rows_to_read(reading)
+        return (decoding, num_rows) if 0 < num_rows <= self.limits.num_prompt_rows else ([], 0)
+
+    @property
+    def _parties(self) -> tuple[list[Request], list[Request]]:
+        """Of those whose turn it is, but for those who surely end: who decodes, and who reads a prompt."""
+        parties: tuple[list[Request], list[Request]] = [], []
+        for request in self._in_turn:
+            if not self._surely_ends(request):
+                parties[request.is_reading].append(request)
+        return parties
+
+    def _rows_to_read(self, reading: Sequence[Request]) -> int:
+        """Of prompts, theirs and those of newcomers."""
+        return sum(request.num_unread for request in [*reading, *self.next_in_line])
 
     def _room_beside(self, num_rows: int, num_unread: int) -> int:
         """Rows of prompts in a round in which so many others decode, while so many rows are still to be read. Whoever
@@ -392,14 +400,3 @@ def _rows_of(request: Request, start: int, num_rows: int, num_known: int, depth:
         depth=depth if emits else 0,
         admission=request.num_admissions,
     )
-
-
-def _is_reading(request: Request) -> bool:
-    """Whether more than its last known token is still to be run."""
-    return _num_unread(request) > 1
-
-
-def _num_unread(request: Request) -> int:
-    """Known tokens that no round has run, nor is running."""
-    num_emitting, num_flying = request.under_way
-    return 0 if num_emitting else len(request.tokens) - request.num_computed - num_flying

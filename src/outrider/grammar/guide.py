@@ -3,6 +3,7 @@ xgrammar does the matching."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from outrider.grammar.charge import seconds_computed
 from outrider.grammar.compiler import Dialect, GrammarCompiler, import_xgrammar, is_json
 from outrider.grammar.ending import BYTES_PER_TOKEN, Countdown, JsonEnding
 from outrider.grammar.forced import certain_text
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_MARKER_LEN = 2**8
 # What an answer may take of everybody's time, in seconds of computing: honest grammars take a hundredth of it.
 SECONDS_PER_ANSWER, SECONDS_PER_TOKEN = 0.5, 0.005
-SECONDS_AT_ONCE = 0.3  # that are counted: a machine that stood still once looks the same
+SECONDS_AT_ONCE = 0.3  # that are counted: a machine that stood still, or garbage that was collected, looks the same
 
 
 class Grammars:
@@ -127,9 +127,9 @@ class Guide:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """What is done in it is charged to the answer."""
-        begin = seconds_computed()
+        begin = time.thread_time()
         yield
-        self._seconds_left -= min(seconds_computed() - begin, SECONDS_AT_ONCE)
+        self._seconds_left -= min(time.thread_time() - begin, SECONDS_AT_ONCE)
         self.is_too_slow |= self._seconds_left < 0
 
     def end_within(self, num_tokens: int) -> None:
