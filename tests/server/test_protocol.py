@@ -188,6 +188,7 @@ def test_a_link_that_cannot_send_is_closed(error: type[Exception], monkeypatch: 
     for each in (here, there):
         with pytest.raises(EOFError):
             each.receive()
+    here._writer.join(10)
 
 
 # the front's side alone

@@ -20,6 +20,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from processes import family, have_ended, named
 from running import Running, wait_for
 from test_router import talk
 
@@ -51,10 +52,10 @@ class Cluster:
             return 0
 
     def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return family(self.process.pid)
 
     def replicas(self) -> list[psutil.Process]:
-        return [each for each in self.family() if "ServeReplica:outrider" in " ".join(each.cmdline())]
+        return named(self.family(), "ServeReplica:outrider")
 
     def count(self, name: str) -> float:
         text = httpx.get(f"{self.url}/metrics").text
@@ -89,11 +90,11 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     wait_for(lambda: cluster.num_ready() == 2, SECONDS)
     yield cluster
-    family = cluster.family()
+    processes = cluster.family()
     cluster.process.send_signal(signal.SIGTERM)
     assert cluster.process.wait(60) == 0
     shutil.rmtree(cluster.folder)
-    assert not psutil.wait_procs(family, timeout=20)[1], "nothing is left behind"
+    assert have_ended(processes, 20), "nothing is left behind"
 
 
 def test_a_replica_is_killed_under_load(cluster: Cluster) -> None:
@@ -109,7 +110,7 @@ def test_a_replica_is_killed_under_load(cluster: Cluster) -> None:
         assert [each.result(60) for each in running] == expected, "nobody has noticed"
     assert cluster.count("resumed") >= 1, "it was carrying streams"
     wait_for(lambda: victim.pid not in {each.pid for each in cluster.replicas()}, SECONDS)
-    assert not psutil.wait_procs(children, timeout=20)[1], "its engine has ended with it"
+    assert have_ended(children, 20), "its engine has ended with it"
     wait_for(lambda: len(cluster.replicas()) == 2 and cluster.num_ready() == 2, SECONDS)
     assert cluster.story(1) == expected[1]
 

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from processes import family, have_ended, named
 from running import wait_for
 
 import outrider
@@ -63,19 +64,17 @@ class Shipped:
 
     def look(self) -> list[psutil.Process]:
         """All processes that it has started so far."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self.family = psutil.Process(self.process.pid).children(recursive=True)
+        self.family = family(self.process.pid) or self.family
         return self.family
 
     @property
     def engine(self) -> psutil.Process:
-        wait_for(lambda: any("spawn_main" in " ".join(each.cmdline()) for each in self.look()), 30)
-        return next(each for each in self.family if "spawn_main" in " ".join(each.cmdline()))
+        wait_for(lambda: bool(named(self.look(), "spawn_main")), 30)
+        return named(self.family, "spawn_main")[0]
 
     def leaves_nothing(self, seconds: float = 5.0) -> bool:
         """Whether all its processes are gone soon."""
-        _, alive = psutil.wait_procs(self.family, timeout=seconds)
-        return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+        return have_ended(self.family, seconds)
 
     def said(self) -> str:
         assert self.process.stderr is not None
@@ -337,11 +336,11 @@ def test_the_front_is_killed_while_it_loads(tmp_path: Path) -> None:
     front = subprocess.Popen([sys.executable, "slow.py"], cwd=tmp_path, stdout=subprocess.PIPE, env=environment)
     assert front.stdout is not None
     assert front.stdout.readline() == b"loading\n"
-    family = psutil.Process(front.pid).children(recursive=True)
-    assert family
+    processes = family(front.pid)
+    assert processes
     front.kill()
     front.wait()
-    assert not psutil.wait_procs(family, timeout=3)[1]
+    assert have_ended(processes, 3)
 
 
 @pytest.mark.parametrize(
