@@ -88,12 +88,15 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
-    wait_for(lambda: cluster.num_ready() == 2, SECONDS)
-    yield cluster
-    processes = cluster.family()
-    cluster.process.send_signal(signal.SIGTERM)
-    assert cluster.process.wait(60) == 0
-    shutil.rmtree(cluster.folder)
+    try:
+        wait_for(lambda: cluster.num_ready() == 2, SECONDS)
+        yield cluster
+    finally:
+        processes = cluster.family()
+        cluster.process.send_signal(signal.SIGTERM)
+        code = cluster.process.wait(60)
+        shutil.rmtree(cluster.folder)
+    assert code == 0
     assert have_ended(processes, 20), "nothing is left behind"
 
 
@@ -113,6 +116,7 @@ def test_a_replica_is_killed_under_load(cluster: Cluster) -> None:
     assert have_ended(children, 20), "its engine has ended with it"
     wait_for(lambda: len(cluster.replicas()) == 2 and cluster.num_ready() == 2, SECONDS)
     assert cluster.story(1) == expected[1]
+    assert {each.nice() for each in cluster.replicas()} == {0}, "they do not wait for anything else on the machine"
 
 
 def test_chats_find_their_pages_again(cluster: Cluster, shared: Running) -> None:

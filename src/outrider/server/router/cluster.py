@@ -52,6 +52,7 @@ def _connect(address: str | None) -> bool:
         except ConnectionError as error:
             if address is not None:
                 raise ValueError(f"there is no Ray cluster at {address}: start one with `ray start --head`") from error
+    os.environ.setdefault("RAY_worker_niceness", "0")  # replicas serve: anything else on the machine would go first
     ray.init(address="local", include_dashboard=False, object_store_memory=STORE_BYTES, **settings)
     return True
 
