@@ -2,6 +2,7 @@
 
 import os
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,13 @@ def pytest_collection(session: pytest.Session) -> None:
     """Before tests are imported, and not in the process that only hands them out to others: it takes seconds."""
     if not session.config.getoption("numprocesses", None):
         import environment  # noqa: F401
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Random numbers of a test are its own, whatever ran before it: one that fails, fails again."""
+    import torch
+
+    torch.manual_seed(zlib.crc32(item.nodeid.encode()))
 
 
 @pytest.fixture(scope="session")

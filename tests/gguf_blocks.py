@@ -42,5 +42,6 @@ def rounded(x: torch.Tensor, unit: int) -> torch.Tensor:
     """x [T, K] as 8 bits stand for it, in float64: the largest of every `unit` numbers is 127 steps."""
     parts = x.view(len(x), -1, unit)
     most = parts.abs().amax(-1, keepdim=True)
-    steps = torch.where(most > 0, parts * (127 / most), 0.0).round()
+    inverse = torch.div(127.0, most)  # 127 / most would be 127 times one over it, rounded twice
+    steps = torch.where(most > 0, parts * inverse, 0.0).round()
     return (steps.double() * (most / 127).double()).view(x.shape)

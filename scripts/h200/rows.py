@@ -2,6 +2,7 @@
 recorded: a line for each shape and form, and the best of each shape. Batch 1, context 512.
 
     PYTHONPATH=src python scripts/h200/rows.py [SHAPE...]         shapes: those of FORMS; none: all
+    PYTHONPATH=src python scripts/h200/rows.py SHAPE:ahead[:BATCH]...   weights fetched ahead; any shape of lean.py
 
 As lean.py: every shape is a process, all of them compile side by side with a few layers (every second form in a process
 of its own), then they are timed one after the other. A shape's engine is made once; between two forms only what is
@@ -15,22 +16,23 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from common import BEGIN, SMOKE, attempt, say
-from lean import CONTEXT, GO, GROUPS, NUM_CHUNKS, NUM_ROUNDS, READY, WARM_UP, Measuring, Worker, steady
+from lean import CONTEXT, GO, GROUPS, NUM_CHUNKS, NUM_ROUNDS, READY, SHORT, WARM_UP, Measuring, Worker, steady
 
 from outrider.bench.random_pair import random_engine
 from outrider.config import EngineConfig
 from outrider.engine.engine import Engine
-from outrider.kernels.gpu import attention, attention_work, lone_rows
+from outrider.kernels.gpu import attention, attention_work, launch, lone_rows
 from outrider.kernels.gpu.lone_rows import Rows
 
 USUAL = 8 if SMOKE else attention_work.WANTED_PROGRAMS  # an interpreter has no use for many
 HALF = USUAL // 2
 # by group of lean.py: heads, key heads, a head's size and a value's, and what is tried;
 # a number: attention.py, with room for so many programs
-FORMS: dict[str, tuple[tuple[int, int, int, int], list[Rows | int]]] = {
+FORMS: dict[str, tuple[tuple[int, int, int, int], Sequence[Rows | int]]] = {
     "llama-int4": (
         (32, 8, 128, 128),
         [
@@ -88,12 +90,39 @@ FORMS: dict[str, tuple[tuple[int, int, int, int], list[Rows | int]]] = {
         ],
     ),
 }
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Everything as it is chosen today, but weights are fetched ahead: `launch.AHEAD` and `launch.SOON`."""
+
+    row_bytes: int  # of every row of a large weight
+    soon_bytes: int = 0  # of the output projection
+
+
+AHEAD_FORMS = [
+    Ahead(0),
+    Ahead(512),
+    Ahead(1024),
+    Ahead(2048),
+    Ahead(0, 8 * 2**20),
+    Ahead(0, 16 * 2**20),
+    Ahead(1024, 16 * 2**20),
+    Ahead(2048, 32 * 2**20),
+]
+Form = Rows | Ahead | int
 DEVICE, KIND, PAGE = ("cpu", torch.float32, 4) if SMOKE else ("cuda", torch.bfloat16, 16)
 MAX_ERROR = 0.02
 COMPILE_SECONDS, MAX_SECONDS = (120, 90) if SMOKE else (60, 30)
 
 
-def name_of(form: Rows | int) -> str:
+def forms_of(name: str) -> Sequence[Form]:
+    return AHEAD_FORMS if ":ahead" in name else FORMS[name][1]
+
+
+def name_of(form: Form) -> str:
+    if isinstance(form, Ahead):
+        return f"{form.row_bytes} bytes of rows ahead, {form.soon_bytes // 2**20} MiB soon"
     if isinstance(form, int):
         return f"attention.py, {form} programs"
     words = [f"{form.keys} keys", f"{form.warps} warps"]
@@ -105,14 +134,17 @@ def name_of(form: Rows | int) -> str:
     return ", ".join(words + (["next one begins early"] if form.signals else []))
 
 
-def choose(engine: Engine, form: Rows | int, dim: int) -> None:
+def choose(engine: Engine, form: Form, dim: int) -> None:
     """From now on, for what is recorded from now on."""
-    lone_rows.CHOSEN.clear()
-    attention_work.WANTED_PROGRAMS = USUAL
-    if isinstance(form, int):
-        attention_work.WANTED_PROGRAMS = form
+    if isinstance(form, Ahead):
+        launch.AHEAD, launch.SOON = form.row_bytes, form.soon_bytes
     else:
-        lone_rows.CHOSEN[dim] = form
+        lone_rows.CHOSEN.clear()
+        attention_work.WANTED_PROGRAMS = USUAL
+        if isinstance(form, int):
+            attention_work.WANTED_PROGRAMS = form
+        else:
+            lone_rows.CHOSEN[dim] = form
     if engine.graphs is not None:
         recordings = engine.graphs._recordings
         for key in [key for key in recordings if key.shape.max_rows == 1]:
@@ -145,19 +177,22 @@ def error_of(form: Rows, heads: tuple[int, int, int, int]) -> float:
     return worst
 
 
-def measure(name: str, forms: Sequence[Rows | int], *, is_trial: bool) -> None:
-    heads, group, num_rounds = FORMS[name][0], GROUPS[name], 2 if is_trial else NUM_ROUNDS
+def measure(name: str, forms: Sequence[Form], *, is_trial: bool) -> None:
+    shape, _, rest = name.partition(":ahead")
+    batch = int(rest.removeprefix(":") or 1)
+    group, num_rounds = GROUPS[shape], 2 if is_trial else NUM_ROUNDS
+    heads = FORMS[shape][0] if shape in FORMS else (1, 1, 0, 0)
     config = EngineConfig(
         group.shape,
         None,
-        max_num_seqs=1,
+        max_num_seqs=batch,
         max_num_batched_tokens=8192,
         max_model_len=CONTEXT + (NUM_CHUNKS + 1) * NUM_ROUNDS + WARM_UP + 16,  # one more: replay_ms
         quantization=None if SMOKE else group.quantization,
         enable_prefix_caching=False,
     )
     begin = time.perf_counter()
-    engine = random_engine(config, Measuring(name, is_trial).sizes())
+    engine = random_engine(config, Measuring(shape, is_trial).sizes())
     if not is_trial:
         say(f"{name}: made in {time.perf_counter() - begin:.1f} s")
     found: list[tuple[float, str]] = []
@@ -165,10 +200,10 @@ def measure(name: str, forms: Sequence[Rows | int], *, is_trial: bool) -> None:
         for form in forms:
             said, error = name_of(form), 0.0
             try:
-                if isinstance(form, Rows) and (not SMOKE or (form == FORMS[name][1][2] and not is_trial)):
+                if isinstance(form, Rows) and (not SMOKE or (form == forms_of(name)[2] and not is_trial)):
                     error = error_of(form, heads)
                 choose(engine, form, heads[2])
-                cost = steady(engine, 1, CONTEXT, num_rounds)
+                cost = steady(engine, batch, CONTEXT if batch == 1 else SHORT, num_rounds)
             except Exception as failure:  # one form's: the others are still timed
                 if not is_trial:
                     say(f"{name}: {said}: FAILED {type(failure).__name__}: {str(failure)[:160]}")
@@ -191,13 +226,13 @@ def measure(name: str, forms: Sequence[Rows | int], *, is_trial: bool) -> None:
 def work(name: str) -> None:
     """A shape's process, or, with a + behind its name, one that only compiles."""
     name, plus, _ = name.partition("+")
-    forms = FORMS[name][1]
+    forms = forms_of(name)
     attempt(f"{name}, compiling", lambda: measure(name, forms[1::2] if plus else forms[::2], is_trial=True))
     if plus:
         return
     print(READY, flush=True)
     if sys.stdin.readline().strip() == GO:
-        attempt(name, lambda: measure(name, [*forms, USUAL], is_trial=False))
+        attempt(name, lambda: measure(name, [*forms, forms[0]], is_trial=False))
 
 
 def main() -> None:

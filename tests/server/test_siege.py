@@ -35,7 +35,7 @@ from outrider.tokenizer import Tokenizer
 PLAIN = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-MAX_PLAIN, MAX_HEALTH = 4.0, 2.0  # seconds; a quiet machine: 2 and 0.5
+MAX_PLAIN, MAX_HEALTH = 6.0, 4.0  # seconds; a quiet machine: 2 and 0.5
 
 
 @contextlib.contextmanager
