@@ -1,8 +1,9 @@
 """Plain steps of one request with every form of single rows' attention (`kernels/gpu/lone_rows.py`), all layers,
 recorded: a line for each shape and form, and the best of each shape. Batch 1, context 512.
 
-    PYTHONPATH=src python scripts/h200/rows.py [SHAPE...]         shapes: those of FORMS; none: all
-    PYTHONPATH=src python scripts/h200/rows.py SHAPE:ahead[:BATCH]...   weights fetched ahead; any shape of lean.py
+    PYTHONPATH=src python scripts/h200/rows.py [SHAPE...]                 shapes: those of FORMS; none: all
+    PYTHONPATH=src python scripts/h200/rows.py SHAPE:ahead[:BATCH]...     weights fetched ahead; any shape of lean.py
+    PYTHONPATH=src python scripts/h200/rows.py SHAPE:several[:BATCH]...   rounds of EAGLE-3: requests of six rows
 
 As lean.py: every shape is a process, all of them compile side by side with a few layers (every second form in a process
 of its own), then they are timed one after the other. A shape's engine is made once; between two forms only what is
@@ -20,10 +21,24 @@ from dataclasses import dataclass
 
 import torch
 from common import BEGIN, SMOKE, attempt, say
-from lean import CONTEXT, GO, GROUPS, NUM_CHUNKS, NUM_ROUNDS, READY, SHORT, WARM_UP, Measuring, Worker, steady
+from lean import (
+    ACCEPT_LENGTH,
+    CONTEXT,
+    GO,
+    GROUPS,
+    NUM_CHUNKS,
+    NUM_ROUNDS,
+    READY,
+    SHORT,
+    WARM_UP,
+    K,
+    Measuring,
+    Worker,
+    steady,
+)
 
 from outrider.bench.random_pair import random_engine
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.kernels.gpu import attention, attention_work, launch, lone_rows
 from outrider.kernels.gpu.lone_rows import Rows
@@ -100,6 +115,21 @@ class Ahead:
     soon_bytes: int = 0  # of the output projection
 
 
+@dataclass(frozen=True)
+class Several:
+    """A round of EAGLE-3, where requests of up to so many rows are read by lone_rows.py."""
+
+    most_rows: int
+    form: Rows | None = None  # None: as it is chosen today
+
+
+SEVERAL_FORMS = [
+    Several(1),
+    Several(1 + K),
+    Several(1 + K, Rows(64, 8, signals=True)),
+    Several(1 + K, Rows(32, 4, signals=True)),
+    Several(1 + K, Rows(64, 4)),
+]
 AHEAD_FORMS = [
     Ahead(0),
     Ahead(512),
@@ -110,17 +140,27 @@ AHEAD_FORMS = [
     Ahead(1024, 16 * 2**20),
     Ahead(2048, 32 * 2**20),
 ]
-Form = Rows | Ahead | int
+Form = Rows | Ahead | Several | int
+TODAY = dict(lone_rows.CHOSEN)
 DEVICE, KIND, PAGE = ("cpu", torch.float32, 4) if SMOKE else ("cuda", torch.bfloat16, 16)
 MAX_ERROR = 0.02
 COMPILE_SECONDS, MAX_SECONDS = (120, 90) if SMOKE else (60, 30)
 
 
+def parsed(name: str) -> tuple[str, str, int]:
+    """Shape, what is tried, batch."""
+    shape, kind, batch, *_ = (*name.split(":"), "", "")
+    return shape, kind, int(batch or 1)
+
+
 def forms_of(name: str) -> Sequence[Form]:
-    return AHEAD_FORMS if ":ahead" in name else FORMS[name][1]
+    shape, kind, _ = parsed(name)
+    return {"ahead": AHEAD_FORMS, "several": SEVERAL_FORMS}[kind] if kind else FORMS[shape][1]
 
 
 def name_of(form: Form) -> str:
+    if isinstance(form, Several):
+        return f"up to {form.most_rows} rows: {name_of(form.form) if form.form is not None else 'as today'}"
     if isinstance(form, Ahead):
         return f"{form.row_bytes} bytes of rows ahead, {form.soon_bytes // 2**20} MiB soon"
     if isinstance(form, int):
@@ -138,6 +178,8 @@ def choose(engine: Engine, form: Form, dim: int) -> None:
     """From now on, for what is recorded from now on."""
     if isinstance(form, Ahead):
         launch.AHEAD, launch.SOON = form.row_bytes, form.soon_bytes
+    elif isinstance(form, Several):
+        lone_rows.MOST_ROWS, lone_rows.CHOSEN[dim] = form.most_rows, form.form or TODAY[dim]
     else:
         lone_rows.CHOSEN.clear()
         attention_work.WANTED_PROGRAMS = USUAL
@@ -147,7 +189,7 @@ def choose(engine: Engine, form: Form, dim: int) -> None:
             lone_rows.CHOSEN[dim] = form
     if engine.graphs is not None:
         recordings = engine.graphs._recordings
-        for key in [key for key in recordings if key.shape.max_rows == 1]:
+        for key in [key for key in recordings if key.shape.max_rows <= 1 + K]:
             del recordings[key]
 
 
@@ -178,16 +220,24 @@ def error_of(form: Rows, heads: tuple[int, int, int, int]) -> float:
 
 
 def measure(name: str, forms: Sequence[Form], *, is_trial: bool) -> None:
-    shape, _, rest = name.partition(":ahead")
-    batch = int(rest.removeprefix(":") or 1)
+    shape, kind, batch = parsed(name)
     group, num_rounds = GROUPS[shape], 2 if is_trial else NUM_ROUNDS
-    heads = FORMS[shape][0] if shape in FORMS else (1, 1, 0, 0)
+    heads = FORMS.get(shape, FORMS["llama-int4"])[0]
+    speculative = SpeculativeConfig(
+        method="eagle3",
+        num_speculative_tokens=K,
+        force=True,
+        synthetic_acceptance_length=ACCEPT_LENGTH,
+        quantization=None if SMOKE else group.quantization,
+    )
+    drafts = kind == "several"
     config = EngineConfig(
         group.shape,
-        None,
+        speculative if drafts else None,
         max_num_seqs=batch,
         max_num_batched_tokens=8192,
-        max_model_len=CONTEXT + (NUM_CHUNKS + 1) * NUM_ROUNDS + WARM_UP + 16,  # one more: replay_ms
+        max_model_len=CONTEXT
+        + (1 + K if drafts else 1) * ((NUM_CHUNKS + 1) * NUM_ROUNDS + WARM_UP + 16),  # one more: replay_ms
         quantization=None if SMOKE else group.quantization,
         enable_prefix_caching=False,
     )
@@ -203,7 +253,7 @@ def measure(name: str, forms: Sequence[Form], *, is_trial: bool) -> None:
                 if isinstance(form, Rows) and (not SMOKE or (form == forms_of(name)[2] and not is_trial)):
                     error = error_of(form, heads)
                 choose(engine, form, heads[2])
-                cost = steady(engine, batch, CONTEXT if batch == 1 else SHORT, num_rounds)
+                cost = steady(engine, batch, CONTEXT if batch == 1 or drafts else SHORT, num_rounds)
             except Exception as failure:  # one form's: the others are still timed
                 if not is_trial:
                     say(f"{name}: {said}: FAILED {type(failure).__name__}: {str(failure)[:160]}")

@@ -112,12 +112,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from outrider.kernels.gpu import attention_work, lone_rows
 
-kernel, (keys, warps, dim, slices) = lone_rows._attend_rows, map(int, sys.argv[1:])
+kernel, (keys, warps, dim, slices, lanes) = lone_rows._attend_rows, map(int, sys.argv[1:])
 value = dim // 64 * 64 // slices
 constants = dict(
     PAGE=16, ITEM=attention_work.ITEM, GROUP=3, WINDOW=90, HAS_SINKS=True, SOFTCAP=True, DIM=dim, MAIN=dim // 64 * 64,
-    REST=dim % 64, VALUE=value, SLICES=slices, BLOCK_VALUE=value, BLOCK_M=16, BLOCK_N=keys, LOOP_N=64, LANES=4, PIECE=4,
-    AHEAD=True, SIGNALS=True, EARLY=True,
+    REST=dim % 64, VALUE=value, SLICES=slices, BLOCK_VALUE=value, BLOCK_M=max(lanes, 16), BLOCK_N=keys, LOOP_N=64,
+    LANES=lanes, PIECE=4 if lanes == 4 else 2, AHEAD=True, SIGNALS=True, SEVERAL=lanes > 4, EARLY=True,
 )
 names = kernel.arg_names
 constants |= {name: False for name in names if name.isupper() and name not in constants}
@@ -136,10 +136,13 @@ assert "griddepcontrol.launch_dependents" in after
 """
 
 
-@pytest.mark.parametrize(("keys", "warps", "dim", "slices"), [(64, 4, 128, 1), (32, 8, 256, 2), (32, 8, 544, 4)])
-def test_single_rows_ask_for_keys_before_they_wait(keys: int, warps: int, dim: int, slices: int) -> None:
+@pytest.mark.parametrize(
+    ("keys", "warps", "dim", "slices", "lanes"),
+    [(64, 4, 128, 1, 4), (32, 8, 256, 2, 4), (32, 8, 544, 4, 4), (64, 4, 128, 1, 32), (32, 4, 256, 1, 16)],
+)
+def test_single_rows_ask_for_keys_before_they_wait(keys: int, warps: int, dim: int, slices: int, lanes: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", LONE_ROWS, str(keys), str(warps), str(dim), str(slices)]
+    command = [sys.executable, "-c", LONE_ROWS, *map(str, (keys, warps, dim, slices, lanes))]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert found.returncode == 0, found.stderr[-2000:]
 

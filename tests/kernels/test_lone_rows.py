@@ -56,6 +56,38 @@ def test_lone_rows(
         assert parts > lone_rows.MOST_PARTS
 
 
+SEVERAL = [(1, 0), (6, 150), (2, 31), (5, 30), (3, 0), (6, 27), (4, 299)]  # rows, and keys that are older
+
+
+@pytest.mark.parametrize("wanted_programs", [1, 60])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim", "window", "softcap", "sinks"), SHAPES[:2])
+def test_several_rows(
+    heads: int, kv_heads: int, dim: int, value_dim: int, window: int, softcap: float, sinks: bool, form: Rows,
+    wanted_programs: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As many as lanes hold, of which each sees the keys before its own; some of the new ones are in two blocks."""
+    monkeypatch.setattr(attention_work, "WANTED_PROGRAMS", wanted_programs * kv_heads)
+    monkeypatch.setitem(lone_rows.CHOSEN, dim, form)
+    rows, starts, dtype = [each for each, _ in SEVERAL], [start for _, start in SEVERAL], DTYPES[-1]
+    batch = batch_of(rows, starts, PAGE_SIZE, dtype)
+    batch.first_key = 1 if window else 0
+    num_pages = int(batch.page_table.max()) + 1
+    pages = tuple(random(num_pages, PAGE_SIZE, kv_heads, dim, dtype=dtype, seed=seed) for seed in (3, 5))
+    options = attention.AttentionOptions(dim**-0.5, window, softcap)
+    keys, sink = keys_of(batch), random(heads, dtype=dtype) if sinks else None
+    for layer in range(2):
+        q = random(sum(rows), heads, dim, dtype=dtype, seed=layer)
+        assert not lone_rows.fits(q, pages, keys)
+        with monkeypatch.context() as more:
+            more.setattr(lone_rows, "MOST_ROWS", 6)
+            assert lone_rows.fits(q, pages, keys)
+        found = lone_rows.attend_rows(q, pages, keys, options.scale, window=window, softcap=softcap, sinks=sink)
+        check(found, attention.paged_attention_reference(q, pages, batch, options, sink), dtype)
+    (work,) = keys.memo.values()
+    assert not work.counters.any()
+
+
 def test_seats_that_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests without a row, and rows that only fill up, beside some that exist."""
     monkeypatch.setitem(lone_rows.CHOSEN, 16, Rows(16, 4))

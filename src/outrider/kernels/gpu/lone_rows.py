@@ -1,7 +1,8 @@
-"""Attention where everybody has one row, as few steps after one another as there can be. What a program is to do is
-one look-up, its pages the next; then it asks for all keys and values of its first block, into registers, and only then
-waits for the launch before it, which makes queries and the newest key. For a few hundred keys that block is all of its
-part, and there is no loop; longer texts go on with that of attention.py. Parts are put together after one look-up."""
+"""Attention where everybody has one row, or a few, as few steps after one another as there can be. What a program is to
+do is one look-up, its pages the next; then it asks for all keys and values of its first block, into registers, and only
+then waits for the launch before it, which makes queries and the newest keys. For a few hundred keys that block is all
+of its part, and there is no loop; longer texts go on with that of attention.py. Parts are put together after one
+look-up."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from outrider.kernels.gpu.attention_parts import finish, leave
 from outrider.kernels.gpu.attention_work import ANY, ITEM, Form, Keys, work_for
 from outrider.kernels.gpu.page_bits import softmax_step
 
-BLOCK_M = 16  # lanes: the heads that share a key head
-MOST_ROWS = 8  # of a pass: more of them keep a device busy as they are
+BLOCK_M, MOST_LANES = 16, 32  # lanes: rows of a request times the heads that share a key head
+MOST_REQUESTS = 8  # more of them keep a device busy as they are
+MOST_ROWS = 1  # of a request. More (a verification's): not before it has been measured (scripts/h200/decode.py)
 MOST_PARTS = 8  # that are looked up at once
 HELD = 64  # numbers of them that a thread holds
 PIECE_DIM = tl.constexpr(128)  # numbers of a key that are multiplied at a time
@@ -118,15 +120,19 @@ def _attend_rows(
     HAS_SINKS: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     VALUE: tl.constexpr, SLICES: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, LOOP_N: tl.constexpr, IEEE: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr,
-    AHEAD: tl.constexpr, SIGNALS: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, SIGNALS: tl.constexpr, SEVERAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As attention._attend for requests of one row. VALUE: numbers of a slice of the values. The list is looked up by
-    loads that are volatile only so that none of them is put off until another one is here."""
+    """As attention._attend for requests of one row, or of SEVERAL whose lanes are one block. VALUE: numbers of a slice
+    of the values. The list is looked up by loads that are volatile only so that none of them is put off until another
+    one is here."""
     item = items + tl.program_id(1) * ITEM
     request, first_row = tl.load(item, volatile=True), tl.load(item + 1, volatile=True)
     part, parts = tl.load(item + 4, volatile=True), tl.load(item + 5, volatile=True)
     first_part, counter = tl.load(item + 6, volatile=True), tl.load(item + 7, volatile=True)
     newest = tl.load(item + 8, volatile=True)
+    rows = 1
+    if SEVERAL:
+        rows = tl.load(item + 2, volatile=True)
     if request < 0:
         if EARLY:
             tl.extra.cuda.gdc_wait()
@@ -134,8 +140,8 @@ def _attend_rows(
     kv_head, piece = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
     begin = first_key + 0
     if WINDOW > 0:
-        begin = tl.maximum(begin, newest - WINDOW + 1)
-    low, high = begin // BLOCK_N, tl.cdiv(newest + 1, BLOCK_N)
+        begin = tl.maximum(begin, newest - rows - WINDOW + 2)
+    low = begin // BLOCK_N
     keys_at = k_pages + kv_head * key_head
     values_at = v_pages + kv_head * value_head + piece * VALUE
     table = page_table + request * table_row
@@ -147,7 +153,8 @@ def _attend_rows(
     location = tl.load(table + key // PAGE, mask=key <= newest, other=0) * PAGE + key % PAGE
     if WIDE:
         location = location.to(tl.int64)
-    known = ((key >= begin) & (key <= newest - AHEAD))[:, None]
+    oldest_new = newest + 1 - rows if AHEAD else newest + 1  # from here on the launch before makes them
+    known = ((key >= begin) & (key < oldest_new))[:, None]
     value_place = tl.arange(0, BLOCK_VALUE)[None, :]
     key_at = keys_at + location[:, None] * key_row
     value_at = values_at + location[:, None] * value_row + value_place
@@ -157,20 +164,21 @@ def _attend_rows(
         tl.extra.cuda.gdc_wait()
 
     lane = tl.arange(0, BLOCK_M)
-    inside = lane < GROUP
-    q_at = q + first_row.to(tl.int64) * q_row + (kv_head * GROUP + lane)[:, None] * q_head
+    inside = lane < rows * GROUP
+    row, head = (lane // GROUP, lane % GROUP) if SEVERAL else (lane * 0, lane)
+    q_at = q + (first_row + row).to(tl.int64)[:, None] * q_row + (kv_head * GROUP + head)[:, None] * q_head
     query = _ask(q_at, inside[:, None], (), DIM, MAIN, REST, True)
-    if AHEAD and block == high - 1:  # what was asked for stays; one key is added
-        is_newest = (key == newest)[:, None]
-        keys = _ask(key_at, is_newest, keys, DIM, MAIN, REST, False)
-        values = tl.load(value_at, mask=is_newest & (value_place < VALUE), other=values)
+    if AHEAD and (block + 1) * BLOCK_N > oldest_new:  # what was asked for stays; the newest keys are added
+        is_new = ((key >= oldest_new) & (key <= newest))[:, None]
+        keys = _ask(key_at, is_new, keys, DIM, MAIN, REST, False)
+        values = tl.load(value_at, mask=is_new & (value_place < VALUE), other=values)
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     score = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for number in tl.static_range(len(keys)):
         score = tl.dot(query[number], keys[number].T, score, input_precision=precision)
     best = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    index = newest + lane * 0
+    index = newest + 1 - rows + row
     best, weight, _, share = softmax_step(
         best, weight, score, key, index, index, first_key, scale, softcap, True, WINDOW, SOFTCAP, False
     )
@@ -193,12 +201,12 @@ def _attend_rows(
                 tl.extra.cuda.gdc_launch_dependents()
             few = tl.arange(0, LANES)
             best_of_all, weight_of_all, total_of_all = _together(
-                maxima, sums, partial, first_part.to(tl.int64), parts, few < GROUP, here, num_places, VALUE,
+                maxima, sums, partial, first_part.to(tl.int64), parts, few < rows * GROUP, here, num_places, VALUE,
                 BLOCK_VALUE, BLOCK_M, LANES, PIECE,
             )  # fmt: skip
             finish(
-                best_of_all, weight_of_all, total_of_all, sinks, out, first_row, few, kv_head, num_heads, few < GROUP,
-                value_scale, GROUP, HAS_SINKS, VALUE, BLOCK_VALUE, SLICES, piece,
+                best_of_all, weight_of_all, total_of_all, sinks, out, first_row, few, kv_head, num_heads,
+                few < rows * GROUP, value_scale, GROUP, HAS_SINKS, VALUE, BLOCK_VALUE, SLICES, piece,
             )  # fmt: skip
     else:
         finish(
@@ -208,17 +216,19 @@ def _attend_rows(
 
 
 def fits(q: Tensor, pages: tuple[Tensor, Tensor], keys: Keys) -> bool:
-    """Whether everybody has one row, whose newest key is its own, and such heads are read here. (A GPU's registers are
-    not made for float32.)"""
+    """Whether few have one row each, or a few, whose newest keys are their own, and such heads are read here. (A GPU's
+    registers are not made for float32.)"""
     num_rows, num_heads, dim = q.shape
+    lanes, most = keys.max_rows * (num_heads // pages[0].shape[2]), BLOCK_M if keys.max_rows == 1 else MOST_LANES
+    num_requests = num_rows if keys.max_rows == 1 else len(keys.query_start) - 1
     return (
         dim in CHOSEN
-        and num_rows <= MOST_ROWS
+        and num_requests <= MOST_REQUESTS
         and (q.element_size() == 2 or not q.is_cuda)
-        and keys.max_rows == 1
+        and keys.max_rows <= MOST_ROWS
         and keys.last_key is None
         and pages[0].dtype == q.dtype
-        and num_heads // pages[0].shape[2] <= BLOCK_M
+        and lanes <= most
     )
 
 
@@ -242,15 +252,17 @@ def attend_rows(
         return out
     chosen, group, table = CHOSEN[dim], num_heads // num_kv_heads, keys.page_table
     slices = chosen.slices if value_dim % (chosen.slices * 16) == 0 else 1
-    form = Form(ANY, BLOCK_M, chosen.keys, chosen.warps, num_programs=chosen.num_programs, least_keys=chosen.least_keys)
+    several = keys.max_rows > 1
+    block_m = BLOCK_M if keys.max_rows * group <= BLOCK_M else MOST_LANES
+    form = Form(ANY, block_m, chosen.keys, chosen.warps, num_programs=chosen.num_programs, least_keys=chosen.least_keys)
     num_places, value_dim = num_kv_heads * slices, value_dim // slices
     work, is_new = work_for(keys, group, num_places, form, window, None)
     early = not is_new and launch.early(q)
-    places = len(work.items) * num_places * BLOCK_M
+    places = len(work.items) * num_places * block_m
     partial = torch.empty(places, value_dim, dtype=torch.float32, device=q.device)
     maxima, sums = torch.empty(2, places, dtype=torch.float32, device=q.device).unbind()
     (main, rest), block_value = split_dim(dim), max(triton.next_power_of_2(value_dim), 16)
-    lanes = triton.next_power_of_2(group)
+    lanes = block_m if several else triton.next_power_of_2(group)
     piece = min(HELD * 32 * chosen.warps // (lanes * block_value), MOST_PARTS)
     _attend_rows[(num_places, len(work.items))](
         work.items, work.counters, q, k_pages, v_pages, table, out if sinks is None else sinks, out, partial, maxima,
@@ -259,9 +271,10 @@ def attend_rows(
         keys.page_size, any(len(each) * each.stride(0) >= 2**31 for each in pages),
         ITEM=ITEM, GROUP=group, WINDOW=window, HAS_SINKS=sinks is not None, SOFTCAP=softcap != 0.0, DIM=dim, MAIN=main,
         REST=rest, VALUE=value_dim, SLICES=slices,
-        BLOCK_VALUE=block_value, BLOCK_M=BLOCK_M, BLOCK_N=chosen.keys,
+        BLOCK_VALUE=block_value, BLOCK_M=block_m, BLOCK_N=chosen.keys,
         LOOP_N=chosen.loop_keys or chosen.keys, IEEE=q.dtype == torch.float32,
-        LANES=lanes, PIECE=max(piece, 2), AHEAD=chosen.ahead, SIGNALS=chosen.signals, EARLY=early,
+        LANES=lanes, PIECE=max(piece, 2), AHEAD=chosen.ahead, SIGNALS=chosen.signals, SEVERAL=several,
+        EARLY=early,
         num_warps=chosen.warps, num_stages=2, **launch.options(early),
     )  # fmt: skip
     return out
