@@ -42,6 +42,7 @@ from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
 from outrider.kernels.gpu import attention, attention_work, launch, lone_rows
 from outrider.kernels.gpu.lone_rows import Rows
+from outrider.layers import norm
 
 USUAL = 8 if SMOKE else attention_work.WANTED_PROGRAMS  # an interpreter has no use for many
 HALF = USUAL // 2
@@ -113,6 +114,7 @@ class Ahead:
 
     row_bytes: int  # of every row of a large weight
     soon_bytes: int = 0  # of the output projection
+    normed_rows: int = 0  # products norm up to so many themselves: `norm.FEW_ROWS`
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ AHEAD_FORMS = [
     Ahead(0, 16 * 2**20),
     Ahead(1024, 16 * 2**20),
     Ahead(2048, 32 * 2**20),
+    Ahead(0, normed_rows=8),
+    Ahead(1024, 16 * 2**20, normed_rows=8),
 ]
 Form = Rows | Ahead | Several | int
 TODAY = dict(lone_rows.CHOSEN)
@@ -162,7 +166,8 @@ def name_of(form: Form) -> str:
     if isinstance(form, Several):
         return f"up to {form.most_rows} rows: {name_of(form.form) if form.form is not None else 'as today'}"
     if isinstance(form, Ahead):
-        return f"{form.row_bytes} bytes of rows ahead, {form.soon_bytes // 2**20} MiB soon"
+        norms = ", normed on the way" if form.normed_rows else ""
+        return f"{form.row_bytes} bytes of rows ahead, {form.soon_bytes // 2**20} MiB soon{norms}"
     if isinstance(form, int):
         return f"attention.py, {form} programs"
     words = [f"{form.keys} keys", f"{form.warps} warps"]
@@ -177,7 +182,7 @@ def name_of(form: Form) -> str:
 def choose(engine: Engine, form: Form, dim: int) -> None:
     """From now on, for what is recorded from now on."""
     if isinstance(form, Ahead):
-        launch.AHEAD, launch.SOON = form.row_bytes, form.soon_bytes
+        launch.AHEAD, launch.SOON, norm.FEW_ROWS = form.row_bytes, form.soon_bytes, form.normed_rows
     elif isinstance(form, Several):
         lone_rows.MOST_ROWS, lone_rows.CHOSEN[dim] = form.most_rows, form.form or TODAY[dim]
     else:

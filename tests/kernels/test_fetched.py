@@ -57,7 +57,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from outrider.kernels.gpu import held, linear, rope, sliced, wide
+from outrider.kernels.gpu import held, linear, normed, rope, sliced, wide
 
 FEW_BITS = dict(KIND=0, PART=32, GROUP=128, BLOCK_M=16)
 SHARED = dict(EVEN=True, BLOCK_N=32, EARLY=True, FAST=True)
@@ -65,6 +65,7 @@ KERNELS = {
     rope._rope_write: dict(HEADS=1, BLOCK_HALF=32, BLOCK_REST=1, BLOCK_VALUE=64, SOON=512, FETCHED=32),
     linear._linear: dict(GATED=1, BLOCK_M=16, BLOCK_K=128, AHEAD=512),
     sliced._linear: dict(KIND=5, PART=128, GROUP=0, BLOCK_M=8, SLICES=4, STAGES=3, GATED=1, AHEAD=512),
+    normed._normed_linear: dict(KIND=5, PART=128, BLOCK_M=8, SLICES=4, STAGES=3, TWO=True, GATE=1, AHEAD=512),
     wide._wide: dict(**FEW_BITS, SPLIT=1, STAGES=3, GATED=1, AHEAD=512),
     held._held: dict(RAISE=17.0, ROWS=8, TILES=2, WARPS=4, STAGES=2, GATED=1, AHEAD=512),
 }
@@ -76,8 +77,9 @@ for kernel, constants in KERNELS.items():
     types = dict.fromkeys(("x", "weight", "bias", "residual", "out", "q", "k", "v", "k_pages", "v_pages"), "*bf16")
     types |= dict.fromkeys(("q_weight", "k_weight", "v_weight", "soon"), "*bf16") | {"locations": "*i64"}
     types |= dict.fromkeys(("cos", "sin", "scale", "offset"), "*fp32") | dict.fromkeys(NUMBERS, "fp32")
-    types |= {"data": "*i32" if is_held else "*bf16" if kernel is sliced._linear else "*i16"}
+    types |= {"data": "*i32" if is_held else "*bf16" if constants.get("KIND") == 5 else "*i16"}
     types |= {"offset": "fp32"} if is_rope else {}
+    types |= dict.fromkeys(("norm_offset", "alpha", "limit"), "fp32") | {"norm": "*fp32"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     is_whole = [name for name in names if name not in constants and signature[name] != "fp32" and name != "num_rows"]
@@ -96,5 +98,5 @@ def test_they_are_fetched_before_the_wait() -> None:
     )
     assert found.returncode == 0, found.stderr[-2000:]
     counts = dict(line.split() for line in found.stdout.splitlines())
-    assert list(counts) == ["rope", "linear", "sliced", "wide", "held"]
+    assert list(counts) == ["rope", "linear", "sliced", "normed", "wide", "held"]
     assert all(int(count) > 0 for count in counts.values()), counts
