@@ -21,7 +21,7 @@ from outrider.kernels.gpu.page_bits import softmax_step
 
 BLOCK_M, MOST_LANES = 16, 32  # lanes: rows of a request times the heads that share a key head
 MOST_REQUESTS = 8  # more of them keep a device busy as they are
-MOST_ROWS = 1  # of a request. More (a verification's): not before it has been measured (scripts/h200/decode.py)
+MOST_ROWS = 1  # of a request. More (a verification's): not before it has been measured (scripts/h200/rows.py)
 MOST_PARTS = 8  # that are looked up at once
 HELD = 64  # numbers of them that a thread holds
 PIECE_DIM = tl.constexpr(128)  # numbers of a key that are multiplied at a time
