@@ -70,6 +70,7 @@ def _add_drafters(stage: argparse.ArgumentParser) -> None:
     stage.add_argument("--row-len", type=int, nargs=2, default=(512, 2048))
     stage.add_argument("--tokens-per-step", type=int, default=16384)
     stage.add_argument("--methods", default="eagle3,p_eagle")
+    stage.add_argument("--texts-only", action="store_true", help="let the target write, and stop")
     stage.add_argument("--out", type=Path, default=DEFAULT, help="where the drafters go")
 
 
@@ -122,6 +123,7 @@ def _drafters(arguments: argparse.Namespace) -> None:
             row_lens=tuple(arguments.row_len),
             tokens_per_step=arguments.tokens_per_step,
             methods=tuple(arguments.methods.split(",")),
+            texts_only=arguments.texts_only,
         )
     )
 

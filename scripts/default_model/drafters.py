@@ -19,6 +19,7 @@ from default_model.prompts import requests
 from default_model.small_talk import small_talk
 
 FOLDERS = {"eagle3": "drafter"}  # the others are called as their method
+FORMS = {"eagle3": ("--post-norm",)}  # of the same steps, 0.1 more of accept length (docs/diary.md)
 WINDOWED = ("eagle3", "p_eagle")  # methods that can look back so far only
 WINDOW = 128  # how far they look back: what is further off helps a draft little, and is what they fade with
 LONG = 12  # turns of a conversation that fills the target's context
@@ -45,6 +46,7 @@ class DraftersOptions:
     row_lens: tuple[int, int] = (512, 2048)
     tokens_per_step: int = 16384
     methods: tuple[str, ...] = ("eagle3", "p_eagle")
+    texts_only: bool = False
 
 
 def prompts(seed: int) -> Iterator[dict[str, Any]]:
@@ -94,17 +96,21 @@ def _wait(running: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def write_texts(options: DraftersOptions) -> list[Path]:
-    """The target answers, in several processes; and prompts that it is not asked here."""
+    """The target answers, in several processes; and prompts that it is not asked here. What is there already, is not
+    written again."""
     held_out = write_prompts(options.data / "held-out.jsonl", 60, options.seed + 999)
     folders, running = [options.data / f"texts-{number}" for number in range(options.processes)], []
+    texts = [folder / "training" / "texts.safetensors" for folder in folders]
     for number, folder in enumerate(folders):
+        if texts[number].exists():
+            continue
         data = options.data / f"prompts-{number}.jsonl"
         write_prompts(data, options.prompts, options.seed + number, held_out)
         settings = {"data": data, "out": folder, "turns": LONG + 1, "row_len": max(options.row_lens), "held_out": 1}
         settings |= {"seed": options.seed + number, "generate_minutes": options.generate_minutes, "answer_tokens": 400}
         running.append(_train("eagle3", options, "--texts-only", **settings))
     _wait(running)
-    return [folder / "training" / "texts.safetensors" for folder in folders]
+    return texts
 
 
 def make_drafters(options: DraftersOptions) -> None:
@@ -113,6 +119,8 @@ def make_drafters(options: DraftersOptions) -> None:
     options.data.mkdir(parents=True, exist_ok=True)
     texts = [part for path in write_texts(options) for part in ("--texts", path)]
     print(f"texts after {time.monotonic() - begin:.0f} s", flush=True)
+    if options.texts_only:
+        return
     for number, (row_len, minutes) in enumerate(zip(options.row_lens, options.minutes, strict=True)):
         length = {"minutes": minutes} if options.max_steps is None else {"max_steps": options.max_steps}
         rates = {"matrix_rate": 5e-3, "rate": 5e-4} if number else {"matrix_rate": 2e-2, "rate": 1e-3}
@@ -126,7 +134,7 @@ def make_drafters(options: DraftersOptions) -> None:
                 settings["window"] = WINDOW
             if number:
                 settings["init"] = options.data / f"{method}-{number - 1}"
-            running.append(_train(method, options, "--train-vocabulary", *texts, **settings))
+            running.append(_train(method, options, "--train-vocabulary", *FORMS.get(method, ()), *texts, **settings))
         _wait(running)
         print(f"rows of {row_len} after {time.monotonic() - begin:.0f} s", flush=True)
     for method in options.methods:

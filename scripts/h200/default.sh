@@ -1,6 +1,7 @@
 #!/bin/bash
 # The drafters of the embedded default, made anew on one GPU and measured: EAGLE-3, and two that draft in one pass. About 4 minutes.
 #   bash scripts/h200/default.sh [OPTIONS of make_default.py drafters]        -> $OUT/default.tar.xz: a folder for each
+# With WORK=FOLDER texts that are there are used again; with --texts-only they are all that is made.
 # The processes share the GPU by NVIDIA's MPS where it is installed; otherwise they take turns.
 . scripts/h200/steps.sh
 WORK=${WORK:-$(mktemp -d)}
@@ -16,6 +17,7 @@ step drafters 420 "$PY" scripts/make_default.py drafters --data "$WORK/data" --o
     ${SMALL[@]+"${SMALL[@]}"} "$@" >"$WORK/drafters.log"
 grep -E "accept length|after" "$WORK/drafters.log"
 for folder in "$WORK"/default/*/; do
+    [ -d "$folder" ] || continue
     say "measured: $(basename "$folder")"
     step measure 120 "$PY" scripts/make_default.py --drafter "$folder" measure | grep -v "^ *$" | head -n 8
 done

@@ -82,8 +82,10 @@ class Eagle3Network(FeedbackNetwork):
         if self.fc is None:
             return taps.flatten(1)
         if self.config.fc_norm:
-            taps = torch.stack([norm(tap) for norm, tap in zip(self.fc_norm, taps.unbind(1), strict=True)], dim=1)
-        flat = taps.flatten(1)
+            norms = [norm for norm in self.fc_norm if isinstance(norm, RMSNorm)]
+            flat = side_by_side(*zip(norms, taps.unbind(1), strict=True))
+        else:
+            flat = taps.flatten(1)
         return self.fc(flat if self.input_norm is None else self.input_norm(flat))
 
     def forward(
