@@ -19,7 +19,7 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 from default_model.measure import CHAT_PROMPTS, RAW_PROMPTS  # noqa: E402
 
-OWN = {"default": f"eagle3:{DEFAULT / 'drafter'}", "parallel": f"p_eagle:{DEFAULT / 'parallel'}"}
+OWN = {"default": f"eagle3:{DEFAULT / 'drafter'}", "dflash": f"dflash:{DEFAULT / 'dflash'}"}
 
 
 def prompts_of(target: Path, count: int) -> list[list[int]]:
