@@ -19,7 +19,7 @@ from default_model.prompts import requests
 from default_model.small_talk import small_talk
 
 FOLDERS = {"eagle3": "drafter"}  # the others are called as their method
-FORMS = {"eagle3": ("--post-norm",)}  # of the same steps, 0.1 more of accept length (docs/diary.md)
+FORMS = {"eagle3": ("--post-norm",)}  # after as many steps, drafts stand a little longer (docs/diary.md)
 WINDOWED = ("eagle3", "p_eagle")  # methods that can look back so far only
 WINDOW = 128  # how far they look back: what is further off helps a draft little, and is what they fade with
 LONG = 12  # turns of a conversation that fills the target's context
