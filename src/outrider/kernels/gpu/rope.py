@@ -175,8 +175,8 @@ def rope_write(
         v_settings = (0.0, 0.0) if v_norm is None else (v_norm.eps, v_norm.offset)
         groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
         fetched = launch.bytes_ahead(soon, launch.SOON // len(soon)) if early and soon is not None else 0
-        programs = groups + (triton.cdiv(len(soon), FETCHED) if fetched and soon is not None else 0)
-        weight = out if soon is None else soon
+        weight = soon if fetched and soon is not None else out
+        programs = groups + (triton.cdiv(len(weight), FETCHED) if fetched else 0)
         _rope_write[(num_rows, programs)](
             q, k, v, cos, sin, *weights, out if v_norm is None else v_norm.weight, k_pages, v_pages, locations, out,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
