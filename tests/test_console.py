@@ -16,6 +16,7 @@ from outrider.console import (
     open_consoles,
     show_card,
     show_error,
+    show_speculation,
 )
 from outrider.measure import Run
 from outrider.outputs import CompletionOutput
@@ -118,6 +119,15 @@ def test_the_card_has_a_bar_for_each_position() -> None:
     bars = acceptance_bars(RUN.completion.speculation)
     assert [str(span.style) for span in bars.spans] == list(DRAFT_COLOURS[:3])
     assert acceptance_bars(RUN.completion.speculation, plain=True).plain == "1:100% 2:50% 3:0% "
+
+
+def test_the_card_says_why_there_are_no_drafts() -> None:
+    console, written = terminal(color_system=None)
+    show_speculation(console, Speculation(rounds=7), "eagle3")
+    assert "acceptance  nothing was drafted: drafts did not pay" in written.getvalue()
+    console, written = terminal(color_system=None)
+    show_speculation(console, Speculation(), "eagle3")  # an answer of one token: there was no round
+    assert "acceptance" not in written.getvalue()
 
 
 def test_the_card_of_plain_decoding_is_silent_about_drafts() -> None:

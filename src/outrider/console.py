@@ -174,6 +174,9 @@ def show_speculation(console: Console, speculation: Speculation, method: str) ->
     _row(console, "rounds", Text(f"{speculation.rounds}, accept length {speculation.accept_length:.2f}"))
     if speculation.drafted:
         _row(console, "acceptance", acceptance_bars(speculation, plain=console.options.ascii_only))
+    elif speculation.rounds:
+        reason = "drafts did not pay here and now, or the text suggested none (--no-adaptive: whenever there are some)"
+        _row(console, "acceptance", Text(f"nothing was drafted: {reason}"))
 
 
 def acceptance_bars(speculation: Speculation, *, plain: bool = False) -> Text:

@@ -15,7 +15,7 @@ from outrider.kernels.quantised import Kind, Quantised, quantise
 
 pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia")
-from outrider.kernels.gpu import launch, wide
+from outrider.kernels.gpu import held, launch, wide
 from outrider.kernels.gpu.sums import operand
 
 
@@ -49,6 +49,19 @@ def test_bytes_of_a_part(num_runs: int, monkeypatch: pytest.MonkeyPatch) -> None
             begin, end = number * share, min((number + 1) * share, num_runs)
             assert found <= 64 * max(end - begin, 0)
         assert found or split > 1
+
+
+@pytest.mark.parametrize("num_runs", [1, 8, 16, 17, 32, 112])
+@pytest.mark.parametrize("tile", [held.Tile(1, 4, 4), held.Tile(1, 8, 2), held.Tile(1, 4, 8), held.Tile(4, 4, 2)])
+def test_bytes_behind_those_that_are_asked_for(num_runs: int, tile: held.Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _int4(num_runs).data
+    assert held._bytes_ahead(data, tile, 1) == 0
+    for ahead in (1, 512, 10_000):
+        monkeypatch.setattr(launch, "AHEAD", ahead)
+        found, asked = held._bytes_ahead(data, tile, 1), 64 * tile.warps * tile.stages
+        assert found % (4 * tile.warps * 16) == 0, "each lane's piece is whole"
+        assert not found or asked + found <= 64 * num_runs
+        assert found <= ahead
 
 
 KERNELS = """
