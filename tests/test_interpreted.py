@@ -50,12 +50,11 @@ def test_models_on_interpreted_kernels(
     monkeypatch.setattr(attention_work, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
     monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))  # nor for rows that only fill up
     if family in ("llama", "deepseek_v3"):
-        monkeypatch.setattr(norm, "FEW_ROWS", 8)  # products norm their own rows
+        monkeypatch.setattr(norm, "MOST_NUMBERS", 2**20)  # products norm their own rows
     rows: set[int] = set()
     attend = lone_rows.attend_rows
     if family == "gemma3":  # rows of a verification by the kernel for few
-        monkeypatch.setattr(lone_rows, "CHOSEN", dict.fromkeys(range(1024), lone_rows.Rows(16, 4)))
-        monkeypatch.setattr(lone_rows, "MOST_ROWS", 8)
+        monkeypatch.setattr(lone_rows, "SEVERAL", dict.fromkeys(range(1024), lone_rows.Rows(16, 4)))
         monkeypatch.setattr(lone_rows, "attend_rows", lambda *a, **k: rows.add(a[2].max_rows) or attend(*a, **k))
     with LLM(path, drafter_settings(method, tmp_path, target_path, family), **options) as llm:
         assert llm.drafter is not None

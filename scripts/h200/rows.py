@@ -2,7 +2,7 @@
 recorded: a line for each shape and form, and the best of each shape. Batch 1, context 512.
 
     PYTHONPATH=src python scripts/h200/rows.py [SHAPE...]                 shapes: those of FORMS; none: all
-    PYTHONPATH=src python scripts/h200/rows.py SHAPE:ahead[:BATCH]...     weights fetched ahead; any shape of lean.py
+    PYTHONPATH=src python scripts/h200/rows.py SHAPE:normed[:BATCH]...    products that norm; any shape of lean.py
     PYTHONPATH=src python scripts/h200/rows.py SHAPE:several[:BATCH]...   rounds of EAGLE-3: requests of six rows
 
 As lean.py: every shape is a process, all of them compile side by side with a few layers (every second form in a process
@@ -40,7 +40,7 @@ from lean import (
 from outrider.bench.random_pair import random_engine
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine.engine import Engine
-from outrider.kernels.gpu import attention, attention_work, launch, lone_rows
+from outrider.kernels.gpu import attention, attention_work, lone_rows
 from outrider.kernels.gpu.lone_rows import Rows
 from outrider.layers import norm
 
@@ -109,43 +109,28 @@ FORMS: dict[str, tuple[tuple[int, int, int, int], Sequence[Rows | int]]] = {
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """Everything as it is chosen today, but weights are fetched ahead: `launch.AHEAD` and `launch.SOON`."""
+class Normed:
+    """Products norm rows of up to so many numbers together themselves: `norm.MOST_NUMBERS`."""
 
-    row_bytes: int  # of every row of a large weight
-    soon_bytes: int = 0  # of the output projection
-    normed_rows: int = 0  # products norm up to so many themselves: `norm.FEW_ROWS`
+    most_numbers: int
 
 
 @dataclass(frozen=True)
 class Several:
-    """A round of EAGLE-3, where requests of up to so many rows are read by lone_rows.py."""
+    """A round of EAGLE-3, where requests of several rows are read so by lone_rows.py."""
 
-    most_rows: int
-    form: Rows | None = None  # None: as it is chosen today
+    form: Rows | None  # None: by attention.py
 
 
 SEVERAL_FORMS = [
-    Several(1),
-    Several(1 + K),
-    Several(1 + K, Rows(64, 8, signals=True)),
-    Several(1 + K, Rows(32, 4, signals=True)),
-    Several(1 + K, Rows(64, 4)),
+    Several(None),
+    Several(Rows(64, 4, signals=True)),
+    Several(Rows(64, 8, signals=True)),
+    Several(Rows(32, 4, signals=True)),
+    Several(Rows(64, 4)),
 ]
-AHEAD_FORMS = [
-    Ahead(0),
-    Ahead(512),
-    Ahead(1024),
-    Ahead(2048),
-    Ahead(0, 8 * 2**20),
-    Ahead(0, 16 * 2**20),
-    Ahead(1024, 16 * 2**20),
-    Ahead(2048, 32 * 2**20),
-    Ahead(0, normed_rows=8),
-    Ahead(1024, 16 * 2**20, normed_rows=8),
-]
-Form = Rows | Ahead | Several | int
-TODAY = dict(lone_rows.CHOSEN)
+NORMED_FORMS = [Normed(0), Normed(1024), Normed(2**20)]
+Form = Rows | Normed | Several | int
 DEVICE, KIND, PAGE = ("cpu", torch.float32, 4) if SMOKE else ("cuda", torch.bfloat16, 16)
 MAX_ERROR = 0.02
 COMPILE_SECONDS, MAX_SECONDS = (120, 90) if SMOKE else (60, 30)
@@ -159,15 +144,14 @@ def parsed(name: str) -> tuple[str, str, int]:
 
 def forms_of(name: str) -> Sequence[Form]:
     shape, kind, _ = parsed(name)
-    return {"ahead": AHEAD_FORMS, "several": SEVERAL_FORMS}[kind] if kind else FORMS[shape][1]
+    return {"normed": NORMED_FORMS, "several": SEVERAL_FORMS}[kind] if kind else FORMS[shape][1]
 
 
 def name_of(form: Form) -> str:
     if isinstance(form, Several):
-        return f"up to {form.most_rows} rows: {name_of(form.form) if form.form is not None else 'as today'}"
-    if isinstance(form, Ahead):
-        norms = ", normed on the way" if form.normed_rows else ""
-        return f"{form.row_bytes} bytes of rows ahead, {form.soon_bytes // 2**20} MiB soon{norms}"
+        return f"several rows: {name_of(form.form) if form.form is not None else 'attention.py'}"
+    if isinstance(form, Normed):
+        return f"up to {form.most_numbers} numbers are normed on the way"
     if isinstance(form, int):
         return f"attention.py, {form} programs"
     words = [f"{form.keys} keys", f"{form.warps} warps"]
@@ -181,10 +165,12 @@ def name_of(form: Form) -> str:
 
 def choose(engine: Engine, form: Form, dim: int) -> None:
     """From now on, for what is recorded from now on."""
-    if isinstance(form, Ahead):
-        launch.AHEAD, launch.SOON, norm.FEW_ROWS = form.row_bytes, form.soon_bytes, form.normed_rows
+    if isinstance(form, Normed):
+        norm.MOST_NUMBERS = form.most_numbers
     elif isinstance(form, Several):
-        lone_rows.MOST_ROWS, lone_rows.CHOSEN[dim] = form.most_rows, form.form or TODAY[dim]
+        lone_rows.SEVERAL.clear()
+        if form.form is not None:
+            lone_rows.SEVERAL[dim] = form.form
     else:
         lone_rows.CHOSEN.clear()
         attention_work.WANTED_PROGRAMS = USUAL

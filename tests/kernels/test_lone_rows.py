@@ -68,7 +68,7 @@ def test_several_rows(
 ) -> None:  # fmt: skip
     """As many as lanes hold, of which each sees the keys before its own; some of the new ones are in two blocks."""
     monkeypatch.setattr(attention_work, "WANTED_PROGRAMS", wanted_programs * kv_heads)
-    monkeypatch.setitem(lone_rows.CHOSEN, dim, form)
+    monkeypatch.setitem(lone_rows.SEVERAL, dim, form)
     rows, starts, dtype = [each for each, _ in SEVERAL], [start for _, start in SEVERAL], DTYPES[-1]
     batch = batch_of(rows, starts, PAGE_SIZE, dtype)
     batch.first_key = 1 if window else 0
@@ -78,10 +78,7 @@ def test_several_rows(
     keys, sink = keys_of(batch), random(heads, dtype=dtype) if sinks else None
     for layer in range(2):
         q = random(sum(rows), heads, dim, dtype=dtype, seed=layer)
-        assert not lone_rows.fits(q, pages, keys)
-        with monkeypatch.context() as more:
-            more.setattr(lone_rows, "MOST_ROWS", 6)
-            assert lone_rows.fits(q, pages, keys)
+        assert lone_rows.fits(q, pages, keys)
         found = lone_rows.attend_rows(q, pages, keys, options.scale, window=window, softcap=softcap, sinks=sink)
         check(found, attention.paged_attention_reference(q, pages, batch, options, sink), dtype)
     (work,) = keys.memo.values()

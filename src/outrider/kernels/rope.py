@@ -88,15 +88,13 @@ def rope_write(
     norms: HeadNorms | None = None,
     out: Tensor | None = None,
     scales: PageScales = UNSCALED,
-    soon: Tensor | None = None,
 ) -> Tensor:
     """q [T, heads, D] and k, v [T, kv heads, D] -> normed and turned q; k and v go to `locations` [T] of the pages, v
-    normed on the way where it is to be. `out`: where to put the queries. `soon`: what is multiplied with after
-    attention, [N, any], which a GPU may bring nearer meanwhile."""
+    normed on the way where it is to be. `out`: where to put the queries."""
     if use_triton(q):
         from outrider.kernels.gpu import rope as gpu
 
-        return gpu.rope_write(q, k, v, rotary, pages, locations, norms, out, scales, soon)
+        return gpu.rope_write(q, k, v, rotary, pages, locations, norms, out, scales)
     v = materialised(v)
     if norms is not None:
         q, k = (

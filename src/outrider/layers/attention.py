@@ -115,8 +115,9 @@ class SelfAttention(CachedLayer):
             q, k = (each.to(v.dtype) for each in self._turned(q, k, batch))
             return self.finish(batch.attending.attend(self, q, k, v, self.options.scale), x, residual)
         assert self.pages is not None, "the layer has no cache memory yet"
-        locations, scales, soon = batch.write_locations, self.options.scales, self.output.stored
-        q = rope_write(q, k, v, self.rotary(batch), self.pages, locations, self.head_norms, scales=scales, soon=soon)
+        q = rope_write(
+            q, k, v, self.rotary(batch), self.pages, batch.write_locations, self.head_norms, scales=self.options.scales
+        )
         attended = paged_attention(q, self.pages, batch, self.options, self.sinks)
         return self.finish(attended, x, residual, overwrite=overwrite)
 

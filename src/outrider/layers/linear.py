@@ -60,11 +60,6 @@ class Linear(nn.Module):
         if self.bias is not None:
             cut(self.bias, 0, outputs)
 
-    @property
-    def stored(self) -> Tensor:
-        """[out, any]: the weight's numbers as a GPU reads them."""
-        return self.packed.data if isinstance(self.packed, Quantised) else self.weight
-
     def forward(self, x: Tensor | Normed, residual: Tensor | None = None, *, overwrite: bool = False) -> Tensor:
         """x [T, in] -> [T, out], added to the residual if there is one, maybe in its place."""
         if self.ranks is not None:

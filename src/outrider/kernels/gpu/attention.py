@@ -22,6 +22,8 @@ BLOCK_BYTES = 65536  # of keys and values that a program reads at a time
 FEW_ROWS = 16  # of a request: a draft, or less; where others read prompts, such requests have a launch of their own
 # of a launch for few rows over pages in 8 bits: keys, warps, stages, programs; as measured (scripts/h200/pages.py)
 FP8_FORM = (128, 4, 4, 264)
+# the same over pages in 16 bits, for few requests, each of which several programs share (scripts/h200/decode.py)
+FEW_REQUESTS, FEW_FORM = 24, (64, 4, 4, 264)
 LOG2_E = 1.4426950408889634  # scores are kept in units of log 2: powers of two are what a device computes
 
 
@@ -264,6 +266,8 @@ def forms_for(
         stages = 3 if is_large or page_bytes == 1 else 2  # of half the bytes, two blocks are on their way
         if page_bytes == 1 and dim == 128 and not is_large:
             return Form(rows, block_m, *FP8_FORM)
+        if page_bytes == 2 and dim == 128 and not is_large and len(keys.page_table) <= FEW_REQUESTS:
+            return Form(rows, block_m, *FEW_FORM)
         return Form(rows, block_m, block_n, 8 if is_wide else 4, stages)
 
     if parts is not None:

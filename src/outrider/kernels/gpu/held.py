@@ -17,7 +17,6 @@ from triton.language.extra import cuda
 
 from outrider.kernels.gpu import gates, launch
 from outrider.kernels.gpu.epilogue import beside, finish
-from outrider.kernels.gpu.launch import FETCH_ASM
 from outrider.kernels.gpu.widen import INT4_ASM, RAISED_ASM, UINT4_ASM
 from outrider.kernels.quantised import Kind, Quantised
 
@@ -60,29 +59,6 @@ def _asked(
             offset = gl.load(offset_at + column + scales, mask=exists, other=0.0)
         asked = asked + ((bits, scale, offset),)  # noqa: RUF005
     return asked
-
-
-@gluon.jit
-def _fetch(
-    data, begin, width, first, up, TILES: gl.constexpr, TWO: gl.constexpr, WARPS: gl.constexpr, SIZE: gl.constexpr
-):
-    """Brings SIZE bytes of every row nearer, from word `first` of it on, without waiting for them."""
-    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 8, 0]], [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[1, 0, 0], [2, 0, 0]] if WARPS == 4 else [[1, 0, 0], [2, 0, 0], [4, 0, 0]], [], [WARPS, HEIGHT, 4],
-    )  # fmt: skip
-    PIECE: gl.constexpr = SIZE // (4 * WARPS)
-    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    column = begin + gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    at = data + column.to(gl.int64) * width + first + (warp * 4 + lane) * (PIECE // 4)
-    size = gl.full((WARPS, HEIGHT, 4), PIECE, gl.int32, LAYOUT)
-    for tile in gl.static_range(TILES):
-        shift = (tile // 2 if TWO else tile) * HEIGHT * width
-        if TWO and tile % 2:
-            shift = shift + up
-        place = (at + shift).to(gl.int64)
-        gl.inline_asm_elementwise(FETCH_ASM, "=r,l,r", [place, size], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -138,7 +114,7 @@ def _held(
     x, data, scale, offset, bias, residual, out, num_rows, num_columns, num_runs, width, scale_stride, x_stride,
     residual_stride, RAISE: gl.constexpr, EVEN: gl.constexpr, HAS_OFFSET: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """data [N, width]: runs of PART words, one scale each. GATED, a gate's number: its rows are gates, then ups, and so
     are tiles by turns. ROWS of the input: 8, the N of a product, or 16, two products with the same widened weights."""
@@ -167,8 +143,6 @@ def _held(
             scale_stride, num_columns, TILES, TWO, EVEN, HAS_OFFSET,
         )  # fmt: skip
     if EARLY:
-        if AHEAD > 0:
-            _fetch(data, begin, width, STEP * WIDTH, up, TILES, TWO, WARPS, AHEAD)
         cuda.gdc_wait()
     x_run = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))
     x_place = gl.arange(0, PART, layout=gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))
@@ -246,19 +220,9 @@ def linear(
         x.stride(0), 0 if residual is None else residual.stride(0), RAISE=17.0 if weight.kind is Kind.INT4 else 16.0,
         EVEN=num_runs % (tile.warps * tile.stages) == 0, HAS_OFFSET=weight.offset is not None, GATED=int(gated),
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, ROWS=8 if num_rows <= 8 else 16, TILES=tile.tiles,
-        WARPS=tile.warps, STAGES=tile.stages, AHEAD=_bytes_ahead(weight.data, tile, gated), EARLY=early,
-        num_warps=tile.warps, **launch.options(early),
+        WARPS=tile.warps, STAGES=tile.stages, EARLY=early, num_warps=tile.warps, **launch.options(early),
     )  # fmt: skip
     return out
-
-
-def _bytes_ahead(data: Tensor, tile: Tile, gated: int) -> int:
-    """Of every row, beyond those that are asked for at once. Where there are many, registers are worth more."""
-    if len(data) >= MANY and not gated:
-        return 0
-    asked = 4 * tile.warps * tile.stages * WIDTH.value
-    left = max(launch.bytes_ahead(data, launch.AHEAD + asked) - asked, 0)
-    return left // (64 * tile.warps) * (64 * tile.warps)
 
 
 def outputs_of(tile: Tile, gated: int) -> int:

@@ -20,11 +20,6 @@ def jit_for_any_size(kernel: Callable[..., None]) -> Any:
     return triton.jit(kernel, do_not_specialize=names)
 
 
-# Bytes of every row of a large weight that a product asks for before its input is there; and of the whole output
-# projection, while rows are turned and attended to. 0: none, until it has been measured (scripts/h200/rows.py)
-AHEAD, SOON = 0, 0
-
-
 def early(x: Tensor) -> bool:
     """Whether kernels on this tensor's device can be launched early."""
     return x.is_cuda and _is_hopper(x.device)
@@ -39,16 +34,6 @@ def options(is_early: bool) -> dict[str, Any]:
     return {"launch_pdl": True} if is_early else {}
 
 
-def bytes_ahead(weight: Tensor, ahead: int) -> int:
-    """Of every row of a weight, so many as can be fetched ahead where `ahead` are wanted."""
-    row_bytes = weight.shape[-1] * weight.element_size()
-    pitch = weight.stride(0) * weight.element_size()
-    return min(ahead, row_bytes) // 16 * 16 if pitch % 16 == 0 and weight.data_ptr() % 16 == 0 else 0
-
-
-FETCH_ASM = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
-
-
 @triton.jit
 def prefetch(pointers, SIZE: tl.constexpr):
     """Brings so many bytes from each pointer [N] on nearer, without waiting for them: weights, which no launch before
@@ -56,7 +41,7 @@ def prefetch(pointers, SIZE: tl.constexpr):
     PIECES: tl.constexpr = 8 if SIZE % 128 == 0 else 1
     at = pointers.to(tl.int64)[:, None] + tl.arange(0, PIECES)[None, :] * (SIZE // PIECES)
     tl.inline_asm_elementwise(
-        FETCH_ASM, "=r,l,r",
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
         [at, tl.full(at.shape, SIZE // PIECES, tl.int32)], tl.int32, False, 1,
     )  # fmt: skip
 

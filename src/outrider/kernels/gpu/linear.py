@@ -124,7 +124,7 @@ def linear(
         num_rows, num_columns, inner, x.stride(0), 0 if residual is None else residual.stride(0),
         GATED=int(gated), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, EVEN=inner % tile.block_k == 0,
         IEEE=x.dtype == torch.float32, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        AHEAD=launch.bytes_ahead(weight, max(tile.ahead, launch.AHEAD)), EARLY=int(early),
+        AHEAD=min(tile.ahead, inner * 2) // 16 * 16 if inner % 8 == 0 else 0, EARLY=int(early),
         num_warps=tile.warps, num_stages=tile.stages, **launch.options(bool(early)),
     )  # fmt: skip
     return out

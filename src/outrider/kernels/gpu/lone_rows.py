@@ -21,7 +21,6 @@ from outrider.kernels.gpu.page_bits import softmax_step
 
 BLOCK_M, MOST_LANES = 16, 32  # lanes: rows of a request times the heads that share a key head
 MOST_REQUESTS = 8  # more of them keep a device busy as they are
-MOST_ROWS = 1  # of a request. More (a verification's): not before it has been measured (scripts/h200/rows.py)
 MOST_PARTS = 8  # that are looked up at once
 HELD = 64  # numbers of them that a thread holds
 PIECE_DIM = tl.constexpr(128)  # numbers of a key that are multiplied at a time
@@ -42,9 +41,11 @@ class Rows:
     signals: bool = False  # the next launch may begin while parts are put together: most of the device is free
 
 
-# by a head's size, as measured (scripts/h200/rows.py); others are read by attention.py
-EARLY = Rows(64, 4, signals=True)
+# by a head's size, as measured (scripts/h200/rows.py), of requests of one row, and of several (a verification's);
+# others are read by attention.py
+EARLY, EARLY_WIDE = Rows(64, 4, signals=True), Rows(64, 8, signals=True)
 CHOSEN = {64: EARLY, 128: EARLY, 256: Rows(32, 4, signals=True), 576: Rows(64, 8, slices=8)}
+SEVERAL = {64: EARLY_WIDE, 256: EARLY_WIDE}
 
 
 @triton.jit
@@ -222,10 +223,9 @@ def fits(q: Tensor, pages: tuple[Tensor, Tensor], keys: Keys) -> bool:
     lanes, most = keys.max_rows * (num_heads // pages[0].shape[2]), BLOCK_M if keys.max_rows == 1 else MOST_LANES
     num_requests = num_rows if keys.max_rows == 1 else len(keys.query_start) - 1
     return (
-        dim in CHOSEN
+        dim in (CHOSEN if keys.max_rows == 1 else SEVERAL)
         and num_requests <= MOST_REQUESTS
         and (q.element_size() == 2 or not q.is_cuda)
-        and keys.max_rows <= MOST_ROWS
         and keys.last_key is None
         and pages[0].dtype == q.dtype
         and lanes <= most
@@ -250,9 +250,9 @@ def attend_rows(
     out = q.new_empty(num_rows, num_heads, value_dim)
     if not num_rows:
         return out
-    chosen, group, table = CHOSEN[dim], num_heads // num_kv_heads, keys.page_table
+    several, group, table = keys.max_rows > 1, num_heads // num_kv_heads, keys.page_table
+    chosen = (SEVERAL if several else CHOSEN)[dim]
     slices = chosen.slices if value_dim % (chosen.slices * 16) == 0 else 1
-    several = keys.max_rows > 1
     block_m = BLOCK_M if keys.max_rows * group <= BLOCK_M else MOST_LANES
     form = Form(ANY, block_m, chosen.keys, chosen.warps, num_programs=chosen.num_programs, least_keys=chosen.least_keys)
     num_places, value_dim = num_kv_heads * slices, value_dim // slices
@@ -273,8 +273,7 @@ def attend_rows(
         REST=rest, VALUE=value_dim, SLICES=slices,
         BLOCK_VALUE=block_value, BLOCK_M=block_m, BLOCK_N=chosen.keys,
         LOOP_N=chosen.loop_keys or chosen.keys, IEEE=q.dtype == torch.float32,
-        LANES=lanes, PIECE=max(piece, 2), AHEAD=chosen.ahead, SIGNALS=chosen.signals, SEVERAL=several,
-        EARLY=early,
+        LANES=lanes, PIECE=max(piece, 2), AHEAD=chosen.ahead, SIGNALS=chosen.signals, SEVERAL=several, EARLY=early,
         num_warps=chosen.warps, num_stages=2, **launch.options(early),
     )  # fmt: skip
     return out

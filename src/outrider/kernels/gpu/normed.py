@@ -11,7 +11,6 @@ from torch import Tensor
 from outrider.kernels.activation import Activation, silu_mul
 from outrider.kernels.gpu import gates, launch, sliced, widen
 from outrider.kernels.gpu.gates import activated
-from outrider.kernels.gpu.launch import prefetch
 from outrider.kernels.gpu.linear import SMALL
 from outrider.kernels.gpu.sums import operand, sums
 from outrider.kernels.norm import Normed
@@ -30,7 +29,7 @@ def _normed_linear(
     KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_OFFSET: tl.constexpr, GATE: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, IEEE: tl.constexpr,
     FAST: tl.constexpr, SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """TWO: the weight's rows are gates, then ups."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -40,11 +39,6 @@ def _normed_linear(
     if EARLY:
         if EARLY == 1:
             tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD > 0:
-            ahead = data + near.to(tl.int64) * width
-            prefetch(ahead, AHEAD)
-            if TWO:
-                prefetch(ahead + tl.cast(num_columns, tl.int64) * width, AHEAD)
         tl.extra.cuda.gdc_wait()
     data_at = data + near.to(tl.int64)[None, :, None] * width
     data_at += run[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
@@ -111,7 +105,7 @@ def linear(
         HAS_SCALE=form.scale is not None, HAS_OFFSET=form.offset is not None, GATE=gate, TWO=two,
         HAS_BIAS=bias is not None, IEEE=rows.dtype == torch.float32,
         FAST=rows.is_cuda and rows.dtype == torch.bfloat16, SLICES=tile.slices, BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n, STAGES=tile.stages, AHEAD=launch.bytes_ahead(form.data, launch.AHEAD),
-        EARLY=int(early), num_warps=tile.warps, num_stages=tile.stages, **launch.options(bool(early)),
+        BLOCK_N=tile.block_n, STAGES=tile.stages, EARLY=int(early), num_warps=tile.warps, num_stages=tile.stages,
+        **launch.options(bool(early)),
     )  # fmt: skip
     return activation(out) if activation is not None and gate == gates.NONE else out

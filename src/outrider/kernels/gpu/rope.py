@@ -10,14 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.gpu import launch
-from outrider.kernels.gpu.launch import prefetch
 from outrider.kernels.norm import Normed
 
 if TYPE_CHECKING:  # which imports this file in turn
     from outrider.kernels.rope import HeadNorms, PageScales
 
 MANY_ROWS, MANY_HEADS = 64, 8  # of a prompt: a program for every head of every row would be far too little work
-FETCHED = 32  # rows of a weight that a program fetches
 
 
 @triton.jit
@@ -37,22 +35,12 @@ def _rope_write(
     q, k, v, cos, sin, q_weight, k_weight, v_weight, k_pages, v_pages, locations, out,
     q_row, q_head, k_row, k_head, v_row, v_head, key_row, key_head, value_row, value_head, out_row, out_head,
     num_heads, num_kv_heads, dim, value_dim, half, eps, offset, v_eps, v_offset, key_inverse, value_inverse,
-    soon, soon_row, num_soon,
     NORM: tl.constexpr, WIDE: tl.constexpr, V_NORM: tl.constexpr, V_WIDE: tl.constexpr, HEADS: tl.constexpr,
-    SOON: tl.constexpr, FETCHED: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_VALUE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program turns HEADS heads of one row: the queries' heads first, then the keys', then the values are copied.
-    Then come programs that fetch the first SOON bytes of FETCHED rows each of what is multiplied with next."""
+    """A program turns HEADS heads of one row: the queries' heads first, then the keys', then the values are copied."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        if SOON > 0:
-            groups = tl.cdiv(num_heads, HEADS) + 2 * tl.cdiv(num_kv_heads, HEADS)
-            if tl.program_id(1) >= groups:
-                if tl.program_id(0) == 0:
-                    number = (tl.program_id(1) - groups) * FETCHED + tl.arange(0, FETCHED)
-                    prefetch(soon + tl.minimum(number, num_soon - 1).to(tl.int64) * soon_row, SOON)
-                return
         tl.extra.cuda.gdc_wait()
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind = out.dtype.element_ty
@@ -153,10 +141,9 @@ def rope_write(
     norms: HeadNorms | None = None,
     out: Tensor | None = None,
     scales: PageScales | None = None,
-    soon: Tensor | None = None,
 ) -> Tensor:
     """q [T, heads, D] and k, v [T, kv heads, D] -> turned q; k and v go to `locations` [T] of the pages. `out`: where
-    to put the queries, whose last dimension is dense. `scales`: of pages of 8 bits. `soon`: see kernels/rope.py."""
+    to put the queries, whose last dimension is dense. `scales`: of pages of 8 bits."""
     inverses = (1.0, 1.0) if scales is None else (1 / scales.key, 1 / scales.value)
     v_norm = v if isinstance(v, Normed) else None
     v = v.x if isinstance(v, Normed) else v
@@ -174,15 +161,11 @@ def rope_write(
         heads = MANY_HEADS if num_rows > MANY_ROWS and norms is None and v_norm is None else 1
         v_settings = (0.0, 0.0) if v_norm is None else (v_norm.eps, v_norm.offset)
         groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
-        fetched = launch.bytes_ahead(soon, launch.SOON // len(soon)) if early and soon is not None else 0
-        weight = soon if fetched and soon is not None else out
-        programs = groups + (triton.cdiv(len(weight), FETCHED) if fetched else 0)
-        _rope_write[(num_rows, programs)](
+        _rope_write[(num_rows, groups)](
             q, k, v, cos, sin, *weights, out if v_norm is None else v_norm.weight, k_pages, v_pages, locations, out,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2), out.stride(0), out.stride(1),
             num_heads, num_kv_heads, dim, v.shape[-1], half, *settings, *v_settings, *inverses,
-            weight, weight.stride(0), len(weight), SOON=fetched, FETCHED=FETCHED,
             NORM=norms is not None, WIDE=norms is not None and norms.wide,
             V_NORM=v_norm is not None, V_WIDE=v_norm is not None and v_norm.wide, HEADS=heads,
             BLOCK_HALF=max(triton.next_power_of_2(half), 1), BLOCK_REST=max(triton.next_power_of_2(dim - 2 * half), 1),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from outrider.kernels.gpu import launch
 from outrider.kernels.gpu.epilogue import beside, finish
-from outrider.kernels.gpu.launch import prefetch
 from outrider.kernels.gpu.sums import sums
 from outrider.kernels.gpu.widen import DENSE, NUMBERS
 from outrider.kernels.quantised import Kind
@@ -39,7 +38,7 @@ def _linear(
     KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_OFFSET: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IEEE: tl.constexpr, FAST: tl.constexpr, SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, MANY: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, MANY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """data [N, width]: runs of PARTS * PART numbers, PART words each. GATED: its rows are gates, then ups."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -49,10 +48,6 @@ def _linear(
     near = tl.minimum(column, num_columns - 1)  # a column that does not exist is computed, and not stored
     up = tl.cast(num_columns, tl.int64) * width
     if EARLY:
-        if AHEAD > 0:  # weights are there already
-            prefetch(data + near.to(tl.int64) * width, AHEAD)
-            if GATED:
-                prefetch(data + up + near.to(tl.int64) * width, AHEAD)
         tl.extra.cuda.gdc_wait()
     data_at = data + near.to(tl.int64)[None, :, None] * width + run[:, None, None] * PART + place[None, None, :]
     x_at = x + row.to(tl.int64)[None, None, :] * x_stride
@@ -124,8 +119,8 @@ def linear(
         KIND=kind, PART=part, GROUP=group, EVEN=even, HAS_SCALE=scale is not None, HAS_OFFSET=offset is not None,
         GATED=int(gated), HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, IEEE=x.dtype == torch.float32,
         FAST=x.is_cuda and x.dtype == torch.bfloat16, SLICES=tile.slices, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        STAGES=tile.stages, MANY=bool(gated) or (not exact and tile.block_n >= 64),
-        AHEAD=launch.bytes_ahead(data, launch.AHEAD), EARLY=early, num_warps=tile.warps, num_stages=tile.stages,
+        STAGES=tile.stages, MANY=bool(gated) or (not exact and tile.block_n >= 64), EARLY=early,
+        num_warps=tile.warps, num_stages=tile.stages,
         **launch.options(bool(early)),
     )  # fmt: skip
     return out

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from outrider.kernels.gpu import gates, launch, sliced, widen
 from outrider.kernels.gpu.epilogue import beside, finish
-from outrider.kernels.gpu.launch import prefetch
-from outrider.kernels.gpu.sums import Operand, operand
+from outrider.kernels.gpu.sums import operand
 from outrider.kernels.quantised import Quantised
 
 MAX_BLOCK = 64  # rows of a program: more do not fit into registers
@@ -37,8 +36,7 @@ def _wide(
     num_rows, num_columns, inner, num_runs, width, scale_stride, x_stride, residual_stride,
     KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_OFFSET: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IEEE: tl.constexpr, FAST: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As sliced._linear, without slices. SPLIT: out [SPLIT, T, N] has the sums of each part of the inputs."""
     PARTS: tl.constexpr = 2 if KIND > 2 else 4
@@ -47,22 +45,17 @@ def _wide(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     near = tl.minimum(column, num_columns - 1)  # a column that does not exist is computed, and not stored
     place = tl.arange(0, PART)
-    share = tl.cdiv(num_runs, SPLIT)
-    begin = tl.program_id(2) * share
-    end = tl.minimum(begin + share, num_runs)
-    up = tl.cast(num_columns, tl.int64) * width
     if EARLY:
-        if AHEAD > 0:
-            ahead = data + near.to(tl.int64) * width + begin * PART
-            prefetch(ahead, AHEAD)
-            if GATED:
-                prefetch(ahead + up, AHEAD)
         tl.extra.cuda.gdc_wait()
     row_fits = row < num_rows
     fits = row_fits[None, :] & (column < num_columns)[:, None]
     first_bias, second_bias, more = beside(
         bias, residual, row[None, :], column[:, None], fits, num_columns, residual_stride, GATED, HAS_BIAS, HAS_RESIDUAL
     )
+    share = tl.cdiv(num_runs, SPLIT)
+    begin = tl.program_id(2) * share
+    end = tl.minimum(begin + share, num_runs)
+    up = tl.cast(num_columns, tl.int64) * width
     data_at = data + near.to(tl.int64)[:, None] * width + place[None, :]
     x_at = x + row.to(tl.int64)[:, None] * x_stride
     whole = tl.arange(0, RUN)
@@ -188,8 +181,7 @@ def linear(
         HAS_OFFSET=form.offset is not None, GATED=int(gated), HAS_BIAS=has_bias and split == 1,
         HAS_RESIDUAL=has_residual and split == 1, IEEE=x.dtype == torch.float32,
         FAST=x.is_cuda and x.dtype == torch.bfloat16, SPLIT=split, BLOCK_M=block_m, BLOCK_N=tile.block_n,
-        STAGES=tile.stages, AHEAD=_bytes_ahead(form, split), EARLY=early, num_warps=tile.warps, num_stages=tile.stages,
-        **launch.options(early),
+        STAGES=tile.stages, EARLY=early, num_warps=tile.warps, num_stages=tile.stages, **launch.options(early),
     )  # fmt: skip
     if split > 1:
         _add_up[(num_rows, triton.cdiv(num_columns, BLOCK))](
@@ -197,13 +189,6 @@ def linear(
             HAS_RESIDUAL=has_residual, BLOCK=BLOCK, EARLY=early, **launch.options(early),
         )  # fmt: skip
     return out
-
-
-def _bytes_ahead(form: Operand, split: int) -> int:
-    """Of every row, of each part of it."""
-    num_runs = triton.cdiv(form.inner, form.run)
-    last = num_runs - (split - 1) * triton.cdiv(num_runs, split)  # runs of the shortest part
-    return launch.bytes_ahead(form.data, min(launch.AHEAD, max(last, 0) * form.part * form.data.element_size()))
 
 
 def tile_for(num_rows: int, num_columns: int, num_runs: int, num_parts: int, gated: int) -> Tile:
