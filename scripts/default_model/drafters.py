@@ -17,9 +17,11 @@ from typing import Any
 
 from default_model.prompts import requests
 from default_model.small_talk import small_talk
+from outrider.training.checkpoint import STATE
 
 FOLDERS = {"eagle3": "drafter"}  # the others are called as their method
-FORMS = {"eagle3": ("--post-norm",)}  # after as many steps, drafts stand a little longer (docs/diary.md)
+# after as many steps, drafts of the post-norm form stand a little longer (docs/diary.md); as wide as the shipped head
+FORMS = {"eagle3": ("--post-norm", "--intermediate-size", 768)}
 WINDOWED = ("eagle3", "p_eagle")  # methods that can look back so far only
 WINDOW = 128  # how far they look back: what is further off helps a draft little, and is what they fade with
 LONG = 12  # turns of a conversation that fills the target's context
@@ -114,7 +116,8 @@ def write_texts(options: DraftersOptions) -> list[Path]:
 
 
 def make_drafters(options: DraftersOptions) -> None:
-    """The target writes, the drafters learn, the best of each is kept. All else stays in the data folder."""
+    """The target writes, the drafters learn, the best of each is kept. All else stays in the data folder, and a run
+    that was broken off there goes on."""
     begin = time.monotonic()
     options.data.mkdir(parents=True, exist_ok=True)
     texts = [part for path in write_texts(options) for part in ("--texts", path)]
@@ -134,7 +137,9 @@ def make_drafters(options: DraftersOptions) -> None:
                 settings["window"] = WINDOW
             if number:
                 settings["init"] = options.data / f"{method}-{number - 1}"
-            running.append(_train(method, options, "--train-vocabulary", *FORMS.get(method, ()), *texts, **settings))
+            flags = ["--train-vocabulary", *FORMS.get(method, ())]
+            flags += ["--resume"] if (settings["out"] / "training" / STATE).exists() else []
+            running.append(_train(method, options, *flags, *texts, **settings))
         _wait(running)
         print(f"rows of {row_len} after {time.monotonic() - begin:.0f} s", flush=True)
     for method in options.methods:

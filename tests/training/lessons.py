@@ -31,7 +31,7 @@ IDS = torch.arange(256)[torch.arange(256) % 5 != 3]  # a reduced vocabulary
 FORMS: dict[str, tuple[str, Plan]] = {
     "eagle3": ("eagle3", Plan(taps=(1, 2, 4))),
     "eagle3, few tokens": ("eagle3", Plan(taps=(1, 2, 4), draft_ids=IDS, num_layers=2)),
-    "eagle3, post-norm, windowed": ("eagle3", Plan(taps=(1, 4), post_norm=True, window=9, warm=False)),
+    "eagle3, post-norm, windowed": ("eagle3", Plan(taps=(1, 4), post_norm=True, window=9, intermediate_size=40)),
     "p_eagle": ("p_eagle", Plan(taps=(1, 2, 4), mask_token=7)),
     "dflash": ("dflash", Plan(mask_token=7)),
     "dspark": ("dspark", Plan(mask_token=7, draft_ids=IDS)),

@@ -8,10 +8,12 @@ import lessons
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeConfig
 from outrider.drafters import base, mtp, parallel
+from outrider.drafters.fresh import Plan
 from outrider.kernels import dispatch
 from outrider.kernels.branches import branch_attention, branch_attention_reference
 from outrider.kernels.head_loss import Divergence, HeadMatrix, head_loss, head_loss_reference
@@ -102,6 +104,29 @@ def test_targets_with_recurrent_layers(
         (row,) = [n for n, text in enumerate(texts) if text == packed.tokens[0][at].tolist()]
         own = alone.last.unflatten(0, apart.tokens.shape)[row, : len(at)]
         torch.testing.assert_close(together.last[at], own, atol=1e-5, rtol=1e-5, msg=f"document {number}")
+
+
+@pytest.mark.parametrize("method", ["eagle3", "p_eagle", "dflash", "mtp"])
+def test_a_wider_copy_begins_as_the_layer_that_it_copies(method: str, target_path: Callable[..., Path]) -> None:
+    with LLM(target_path("llama"), None, device="cpu") as llm:
+        mlp = llm.target.layers[-1].mlp
+        inner = mlp.down.weight.shape[1]
+        made = [
+            base.drafters[method].fresh(llm.target, Plan(method, mask_token=7, intermediate_size=size))
+            for size in (None, inner + 24, inner - 8)
+        ]
+        x = torch.randn(5, llm.target.hidden_size, generator=torch.Generator().manual_seed(1))
+        wanted = mlp(x)
+    found = []
+    for fresh in made:
+        names = [next(name for name in fresh.tensors if f"{part}_proj" in name) for part in ("gate", "up", "down")]
+        gate, up, down = (fresh.tensors[name] for name in names)
+        assert gate.shape[0] == down.shape[1] == fresh.config["intermediate_size"]
+        found.append((silu(x @ gate.T) * (x @ up.T)) @ down.T)
+    assert [fresh.config["intermediate_size"] for fresh in made] == [inner, inner + 24, inner - 8]
+    torch.testing.assert_close(found[0], wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found[1], wanted, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(found[2], wanted, atol=1e-2), "too narrow to be a copy"
 
 
 def test_documents_of_a_row_do_not_see_each_other(school: lessons.School, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,7 @@ def test_answers_that_are_the_targets_already() -> None:
         ('{"prompt": "a"}', ("--minutes", "1"), "--minutes N or --max-steps N"),
         ('{"prompt": "a"}', ("--row-len", "40"), "multiple of 16"),
         ('{"prompt": "a"}', ("--loss", "l2"), "kl, ce, mixed"),
+        ('{"prompt": "a"}', ("--intermediate-size", "0"), "at least 1"),
     ],
 )  # fmt: skip
 def test_what_is_refused_before_any_work(

@@ -26,7 +26,7 @@ def fresh_dflash(target: Target, plan: Plan) -> Fresh:
     """In z-lab's dialect. Its embedding is the target's; so is its head, unless it can say few tokens only. In
     DSpark's form, tokens of a block hear the one before."""
     markov = plan.method == "dspark"
-    mould, num_layers = Mould.of(target, head_norm=True), plan.num_layers or NUM_LAYERS
+    mould, num_layers = Mould.of(target, plan, head_norm=True), plan.num_layers or NUM_LAYERS
     taps = plan.taps or spread_taps(target.num_layers, MAX_TAPS)
     made = Tensors(target, mould, plan)
     tensors = {

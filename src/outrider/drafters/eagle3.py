@@ -211,7 +211,7 @@ class Eagle3(FeedbackDrafter):
 
     @classmethod
     def fresh(cls, target: Target, plan: Plan) -> Fresh:
-        mould, num_layers = Mould.of(target), plan.num_layers or 1
+        mould, num_layers = Mould.of(target, plan), plan.num_layers or 1
         made, taps = Tensors(target, mould, plan), plan.taps or distinct_taps(target.num_layers)
         ids = plan.draft_ids
         tensors = {

@@ -25,6 +25,7 @@ class Plan:
     method: str = ""  # where one class has several
     depth: int = 5  # draft tokens that it will be asked for, at most
     num_layers: int | None = None
+    intermediate_size: int | None = None  # of its layers; None: as the target's
     taps: tuple[int, ...] | None = None
     draft_ids: Tensor | None = None  # the target's ids of its tokens, ascending; None: all
     post_norm: bool = False  # what it feeds back is normed, and so is every tap
@@ -56,11 +57,12 @@ class Mould:
     config: dict[str, Any]  # the same for config.json
 
     @classmethod
-    def of(cls, target: Target, *, head_norm: bool = False) -> Mould:
+    def of(cls, target: Target, plan: Plan, *, head_norm: bool = False) -> Mould:
         text = nested_text(target.config)
         (num_heads,) = require(text, "num_attention_heads")
         head_dim = text.get("head_dim") or target.hidden_size // num_heads
-        size, inner = target.hidden_size, text.get("intermediate_size") or 3 * target.hidden_size
+        size = target.hidden_size
+        inner = plan.intermediate_size or text.get("intermediate_size") or 3 * size
         num_kv_heads, eps = text.get("num_key_value_heads") or num_heads, float(text.get("rms_norm_eps", 1e-6))
         config = {
             "vocab_size": target.vocab_size,
@@ -138,6 +140,10 @@ class Tensors:
         before = torch.zeros(len(qkv), (inputs - 1) * mould.hidden_size)
         q, k, v = torch.cat([before, qkv], dim=1).split(sizes)
         gate, up = gate_up.chunk(2)
+        down = _numbers(block.mlp.down)
+        more = mould.intermediate_size - len(gate)  # whose outputs begin as nothing
+        gate, up = (torch.cat([each, self.matrix(more, mould.hidden_size)]) for each in (gate, up))
+        down = torch.cat([down, torch.zeros(mould.hidden_size, more)], dim=1)
         return {
             "input_layernorm.weight": block.attention_norm.weight.detach().float().cpu(),
             "post_attention_layernorm.weight": block.mlp_norm.weight.detach().float().cpu(),
@@ -147,7 +153,7 @@ class Tensors:
             "self_attn.o_proj.weight": _numbers(block.attention.output),
             "mlp.gate_proj.weight": gate,
             "mlp.up_proj.weight": up,
-            "mlp.down_proj.weight": _numbers(block.mlp.down),
+            "mlp.down_proj.weight": down,
         }
 
     def _random(self, inputs: int) -> dict[str, Tensor]:
@@ -178,7 +184,7 @@ def _numbers(layer: Any) -> Tensor:
 
 
 def _fits(block: DecoderBlock, mould: Mould) -> bool:
-    """Whether a layer of the target can be copied: plain attention and MLP of the same shape."""
+    """Whether a layer of the target can be copied: plain attention of the same shape, and an MLP no wider."""
     attention, mlp = block.attention, block.mlp
     if type(attention) is not SelfAttention or type(mlp) is not GatedMLP or mlp.activation is not silu_mul:
         return False
@@ -187,4 +193,4 @@ def _fits(block: DecoderBlock, mould: Mould) -> bool:
     same = (shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (
         wanted.hidden_size, wanted.num_heads, wanted.num_kv_heads, wanted.head_dim)  # fmt: skip
     plain = shape.is_plain and not block.attention_norm.offset
-    return same and plain and mlp.down.weight.shape == (mould.hidden_size, mould.intermediate_size)
+    return same and plain and mlp.down.weight.shape[1] <= mould.intermediate_size

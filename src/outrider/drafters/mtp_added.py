@@ -74,7 +74,7 @@ def _source(target: Target, number: int) -> str:
 
 def fresh_modules(target: Target, plan: Plan) -> Fresh:
     """As many as are drafted, three at most, unless the plan says how many."""
-    mould, count = Mould.of(target), plan.num_layers or min(plan.depth, NUM_MODULES)
+    mould, count = Mould.of(target, plan), plan.num_layers or min(plan.depth, NUM_MODULES)
     tensors: dict[str, torch.Tensor] = {}
     for number in range(count):
         made, source = Tensors(target, mould, plan), _source(target, number)

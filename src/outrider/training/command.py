@@ -26,6 +26,7 @@ _REGENERATE_HELP = "yes: the target answers the prompts itself. no: the answers 
 _TEXTS_HELP = "Learn from the texts.safetensors of an earlier run: nothing is generated. Again for more."
 _TEXTS_ONLY_HELP = "Write the target's texts into --out, for --texts of other runs, and stop."
 _INIT_HELP = "Go on from this drafter instead of a new one."
+_INTERMEDIATE_HELP = "Width of its layers' MLPs. By default, as the target's."
 _WARM_HELP = "Begin as a copy of the target's last layer, where shapes agree."
 _VOCABULARY_HELP = "Tokens that it can say: as many as the target says most often. By default, all."
 _DIALECT_HELP = "How config.json is written: original (as the method's authors do), or speculators."
@@ -62,6 +63,9 @@ def train_command(
     chat: Annotated[bool, option(DATA, "--chat/--no-chat", help="Prompts go through the chat template.")] = True,
     depth: Annotated[int, option(DRAFTER, "--depth", "-k", metavar="K", help="Tokens to draft.")] = 5,
     layers: Annotated[int | None, option(DRAFTER, "--layers", metavar="N", help="Layers of the drafter.")] = None,
+    intermediate_size: Annotated[
+        int | None, option(DRAFTER, "--intermediate-size", metavar="N", help=_INTERMEDIATE_HELP)
+    ] = None,
     taps: Annotated[str | None, option(DRAFTER, "--taps", metavar="LIST", help="The target's states it reads.")] = None,
     post_norm: Annotated[bool, option(DRAFTER, "--post-norm", help="eagle3: feed the normed state back.")] = False,
     window: Annotated[
@@ -122,6 +126,7 @@ def train_command(
         max_steps=max_steps,
         depth=depth,
         num_layers=layers,
+        intermediate_size=intermediate_size,
         taps=tuple(_whole(taps, "--taps")) if taps is not None else None,
         post_norm=post_norm,
         warm=warm_start,

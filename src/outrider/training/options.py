@@ -30,6 +30,7 @@ class TrainOptions:
     max_steps: int | None = None
     depth: int = 5
     num_layers: int | None = None
+    intermediate_size: int | None = None
     taps: tuple[int, ...] | None = None
     post_norm: bool = False
     warm: bool = True
@@ -76,6 +77,8 @@ class TrainOptions:
             raise ValueError(f"--dialect must be one of {', '.join(DIALECTS)}, not {self.dialect!r}")
         if self.row_length % 16 or self.row_length < 32:
             raise ValueError(f"--row-len must be a multiple of 16 from 32, not {self.row_length}")
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise ValueError(f"--intermediate-size must be at least 1, not {self.intermediate_size}")
         if not 1 <= self.depth <= 32:
             raise ValueError(f"--depth must be from 1 to 32, not {self.depth}")
         trainable_method(self.method)
@@ -96,7 +99,8 @@ class TrainOptions:
 
     def identity(self) -> dict[str, Any]:
         """What a run that is resumed must have in common with the one that was broken off."""
-        names = ("method", "depth", "num_layers", "post_norm", "draft_vocabulary", "train_vocabulary", "loss", "seed")
+        names = ("method", "depth", "num_layers", "intermediate_size", "post_norm", "draft_vocabulary",
+                 "train_vocabulary", "loss", "seed")  # fmt: skip
         found = {name: getattr(self, name) for name in names}
         return {**found, "row_len": self.row_length, "rows": self.num_rows, "target": str(self.target)}
 
@@ -140,7 +144,7 @@ def _row_bytes(options: TrainOptions, target: Target) -> int:
     row, the target's states and its keys and values."""
     text = target.config.get("text_config") or target.config
     size = target.hidden_size
-    inner = int(text.get("intermediate_size") or 4 * size)
+    inner = options.intermediate_size or int(text.get("intermediate_size") or 4 * size)
     passes, layers, length = options.depth, options.num_layers or 1, options.row_length
     states = 4 * passes * (layers * (12 * size + 4 * inner) + 6 * size)
     attention = 3 * passes * layers * length

@@ -209,6 +209,7 @@ class Run:
             method=options.method,
             depth=options.depth,
             num_layers=options.num_layers,
+            intermediate_size=options.intermediate_size,
             taps=options.taps,
             draft_ids=frequent(texts, options.draft_vocabulary, target.vocab_size),
             post_norm=options.post_norm,
