@@ -234,11 +234,11 @@ def _compare_with_plain(
     config: EngineConfig, consoles: Consoles, drafted: LLM, question: Question, first: Run
 ) -> Comparison:
     """Against an engine without a drafter: one that only skips drafting would still do part of the drafter's work."""
-    from outrider.measure import NUM_TIMED_RUNS, compare
+    from outrider.measure import compare
 
     with load(replace(config, speculative=None, max_model_len=drafted.max_model_len), consoles) as plain:
         if consoles.about.is_terminal:  # no spinner: its thread would take time from what is being timed
-            show_note(consoles.about, f"timing both, {NUM_TIMED_RUNS} runs each")
+            show_note(consoles.about, "timing both, several runs each")
         return compare(drafted, plain, question, first)
 
 

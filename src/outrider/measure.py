@@ -20,7 +20,8 @@ from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.prompts import Prompt
 from outrider.sampling_params import SamplingParams
 
-NUM_TIMED_RUNS = 3  # of each side of a comparison
+# Runs of each side of a comparison: short ones are timed more often, until both sides together have taken so long
+NUM_TIMED_RUNS, MOST_TIMED_RUNS, TIMED_SECONDS = 3, 15, 3.0
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,12 @@ def compare(drafted: LLM, plain: LLM, question: Question, first: Run) -> Compari
     has learnt from the question's earlier answers is forgotten before each."""
     warm_up = run_to_end(plain, question)
     timed: tuple[list[Run], list[Run]] = ([], [])
-    for _ in range(NUM_TIMED_RUNS):
+    spent = 0.0
+    while len(timed[1]) < NUM_TIMED_RUNS or (len(timed[1]) < MOST_TIMED_RUNS and spent < TIMED_SECONDS):
         for runs, llm in zip(timed, (drafted, plain), strict=True):
             forget_requests(llm)
             runs.append(run_to_end(llm, question))
+            spent += runs[-1].seconds
     expected = first.completion.token_ids
     places = [first_difference(expected, other.completion.token_ids) for other in (warm_up, *timed[0], *timed[1])]
     return Comparison(
