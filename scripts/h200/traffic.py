@@ -334,7 +334,8 @@ def round_cost() -> None:
         )
         plain = measure(plan)
         free_memory()
-        for name, kind in (("EAGLE-3", None), ("EAGLE-3 in fp8", None if SMOKE else "fp8")):
+        for kind in (None,) if SMOKE else (None, "fp8", "int4"):
+            name = "EAGLE-3" if kind is None else f"EAGLE-3 in {kind}"
             chosen = replace(plan.config, speculative=replace(settings, quantization=kind))
             drafted = measure(replace(plan, config=chosen))
             free_memory()
