@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, measure
 from outrider.bench import (
     peer_llama_cpp,  # noqa: F401  (registers itself)
     random_pair,
@@ -338,6 +338,20 @@ def test_a_comparison_is_not_drafted_from_its_own_answers(target_path: Callable[
         assert found.drafted.completion.speculation == first.completion.speculation
         assert run(drafted, question).completion.speculation != first.completion.speculation
         assert not forget_requests(plain)
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.01, 15), (0.25, 6), (40.0, 3)])
+def test_short_answers_are_timed_more_often(seconds: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    completion: Any = SimpleNamespace(token_ids=[1, 2])
+    answer = measure.Run(
+        completion, seconds=seconds, ttft=0.0, num_prompt_tokens=1, num_cached_tokens=0, interrupted=False
+    )
+    asked: list[str] = []
+    monkeypatch.setattr(measure, "forget_requests", lambda llm: False)
+    monkeypatch.setattr(measure, "run_to_end", lambda llm, question: asked.append(llm) or answer)
+    sides: Any = ("drafted", "plain")
+    assert compare(*sides, Question("Hi", SamplingParams()), answer).difference is None
+    assert asked == ["plain", *["drafted", "plain"] * count]
 
 
 def test_the_card_says_what_a_drafter_was_made_to_forget(target_path: Callable[..., Path], tmp_path: Path) -> None:

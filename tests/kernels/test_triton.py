@@ -418,3 +418,18 @@ def test_penalties() -> None:
     check(found, wanted, torch.float32, factor=0.1)
     changed = (found != before).any(1).tolist()
     assert changed == [True, True, True, True, False, False]  # no penalty; only the prompt, which presence leaves out
+
+
+@pytest.mark.parametrize("page_bytes", [1, 2, 4])
+@pytest.mark.parametrize("dim", [64, 128, 256, 576])
+def test_exact_sums_do_not_depend_on_company(dim: int, page_bytes: int) -> None:
+    """Blocks of keys are added up one after the other: their size must not change with who else is there."""
+
+    def forms(num_requests: int, max_rows: int, parts: int | None) -> list[attention_work.Form]:
+        keys: Any = SimpleNamespace(page_table=torch.zeros(num_requests, 4), max_rows=max_rows)
+        return gpu_attention.forms_for(keys, 4, (dim, dim), max(page_bytes, 2), parts, page_bytes)
+
+    for rows in (1, 6, 300):
+        assert all(forms(count, rows, 8) == forms(1, rows, 8) for count in (16, gpu_attention.FEW_REQUESTS + 1, 128))
+    depends = dim == 128 and page_bytes == 2
+    assert (forms(1, 1, None) != forms(128, 1, None)) == depends, "few requests are read in a form of their own"

@@ -266,7 +266,8 @@ def forms_for(
         stages = 3 if is_large or page_bytes == 1 else 2  # of half the bytes, two blocks are on their way
         if page_bytes == 1 and dim == 128 and not is_large:
             return Form(rows, block_m, *FP8_FORM)
-        if page_bytes == 2 and dim == 128 and not is_large and len(keys.page_table) <= FEW_REQUESTS:
+        is_few = parts is None and len(keys.page_table) <= FEW_REQUESTS  # exact sums do not depend on company
+        if page_bytes == 2 and dim == 128 and not is_large and is_few:
             return Form(rows, block_m, *FEW_FORM)
         return Form(rows, block_m, block_n, 8 if is_wide else 4, stages)
 
