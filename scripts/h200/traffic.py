@@ -4,7 +4,7 @@
 
 never      a drafter that is never right, adaptive, beside plain decoding, in the engine, by number of clients
 depth      acceptance that differs from request to request: adaptive beside every fixed K (as `outrider bench depth`);
-           DEPTHS="2 3": beside these alone
+           LOADS="32:512:128 64:128:512": so many clients, tokens in and out; DEPTHS="1 2": beside these alone
 guided     32 requests, 8 of them with a JSON schema, beside 32 without
 equal      the same asked of the embedded pair in exact mode: the answers must be plain decoding's
 round      a round of EAGLE-3 over a plain one, at batch 8 and 32 (as `outrider bench round`)
@@ -67,7 +67,8 @@ REQUESTS = {1: 2, 4: 4} if SMOKE else {1: 2, 8: 16, 32: 64, 128: 256}  # of a ru
 CROWD, GUIDED, ROUNDS = (4, 1, 3) if SMOKE else (32, 8, 40)
 NUM_RUNS = int(os.environ.get("RUNS", "1" if SMOKE else "3"))
 RATES = (0.9, 0.1)
-LONG = 2 if SMOKE else 6  # requests of a client, where their end must not count
+LONG = 2 if SMOKE else 4  # requests of a client, where their end must not count
+LOADS = os.environ.get("LOADS", f"4:{PROMPT_LEN}:{ANSWER_LEN}" if SMOKE else "32:512:128 64:128:512")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "words": {"type": "array", "items": {"type": "string"}, "minItems": 3}},
@@ -218,13 +219,24 @@ def never(pair: Pair) -> None:
 def depth(pair: Pair) -> None:
     pair.acceptance.set(RATES)
     watchdog, pair.drafting.watchdog = pair.drafting.watchdog, None  # it would leave requests out, whatever the depth
-    plan = replace(short_plan((CROWD,), max(NUM_RUNS - 1, 1)), requests={CROWD: LONG * CROWD})
+    for load in LOADS.split():
+        clients, prompt_len, answer_len = (int(part) for part in load.split(":"))
+        plan = replace(
+            short_plan((clients,), max(NUM_RUNS - 1, 1)),
+            prompt_len=prompt_len,
+            answer_len=answer_len,
+            requests={clients: LONG * clients},
+        )
+        _depth(pair, plan, f"{clients} clients, {prompt_len} tokens in, {answer_len} out")
+    pair.drafting.watchdog = watchdog
+
+
+def _depth(pair: Pair, plan: ShortPlan, load: str) -> None:
     sides = [side_of("plain", pair.plain, plan)]
     depths = [int(each) for each in os.environ.get("DEPTHS", "").split()] or list(range(1, K + 1))
     sides += [side_of(f"K={depth}", pair.drafting, plan, FixedDepth(depth)) for depth in depths]
     sides += [side_of("adaptive", pair.drafting, plan, pair.adaptive())]
     (found,) = measure_levels(sides, prompts_of(plan), plan, lambda line: None)
-    pair.drafting.watchdog = watchdog
     rates = [[busy_rate(run) for run in runs] for runs in found.runs]
     middle, (whole, _) = [statistics.median(each) for each in rates], medians(found)
     drafted = [each.drafting for each in found.runs[len(depths)] if each.drafting]
@@ -232,7 +244,7 @@ def depth(pair: Pair) -> None:
     best = max(range(1, len(depths) + 1), key=lambda number: middle[number])
     pairs = ratios(rates[-1], rates[best])
     said = ", ".join(f"{side.name} {rate:.0f}" for side, rate in zip(sides, middle, strict=True))
-    say(f"rates {RATES}, {CROWD} clients, tokens/s: {said}; a draft of {depths[-1]} brings {brought:.2f}")
+    say(f"rates {RATES}, {load}, tokens/s: {said}; a draft of {depths[-1]} brings {brought:.2f}")
     say("to the end of the last answer: " + ", ".join(f"{rate:.0f}" for rate in whole))
     ratio = statistics.median(pairs)
     say(

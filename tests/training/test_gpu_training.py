@@ -1,7 +1,9 @@
 """Training on a CUDA device: in bfloat16 and with the kernels there it loses what it loses on a CPU, and it learns."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lessons
 import pytest
@@ -28,7 +30,7 @@ def test_a_gpu_learns_what_a_cpu_learns(form: str, target_path: Callable[..., Pa
     for device in ("cpu", "cuda"):
         school = lessons.open_school(form, target, tmp_path / device, texts, device)
         with school.llm, pytest.MonkeyPatch.context() as monkeypatch:
-            lessons.everywhere(monkeypatch)  # chances are not the same on two devices
+            lessons.everywhere(monkeypatch)
             trainer = school.trainer(rows)
             for number in range(8):
                 trainer.step(number / 8)
@@ -38,6 +40,64 @@ def test_a_gpu_learns_what_a_cpu_learns(form: str, target_path: Callable[..., Pa
             assert served(school.llm, [text[:6] for text in texts], 12).accept_length >= 1
     assert losses[8] == pytest.approx(losses[0], rel=0.03)
     assert losses[-1] < losses[8]
+
+
+@pytest.mark.parametrize("form", lessons.FORMS)
+def test_recorded_losses_are_those_of_steps_that_are_not(
+    form: str, target_path: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Rows in one part and in two of different size; with gradients, and after the weights have changed."""
+    target = target_path("llama")
+    texts = lessons.written(target, 9, 40)
+    rows = pack([lessons.text_of(text) for text in texts], 64)
+    school = lessons.open_school(form, target, tmp_path, texts, "cuda")
+    with school.llm:
+        begun = {name: p.detach().clone() for name, p in school.drafter.named_parameters()}
+        found = []
+        for records in (False, True):
+            for parts in (1, 2):
+                school.drafter.load_state_dict(begun)
+                trainer = school.trainer(rows, parts=parts, num_rows=5)
+                trainer = replace(trainer, records=records)
+                losses = []
+                for number in range(6):
+                    trainer.step(number / 6)
+                    losses.append(trainer.record.read())
+                assert (trainer._recorded is not None) is records
+                assert trainer._recorded is None or trainer._recorded.refused is None
+                found.append((losses, {name: value.clone() for name, value in trainer.optimizer.average.items()}))
+    (wanted, weights), *others = found
+    assert wanted[-1]["loss"] < wanted[0]["loss"]
+    for losses, averages in others:
+        assert [each["loss"] for each in losses] == pytest.approx([each["loss"] for each in wanted], rel=0.01)
+        for name, value in averages.items():
+            moved = (weights[name] - begun[name]).norm()
+            assert (value - weights[name]).norm() <= 0.3 * moved + 1e-4, name  # first steps go by a gradient's sign
+
+
+def test_what_cannot_be_recorded_is_computed_as_it_is(
+    target_path: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_path("llama")
+    texts = lessons.written(target, 4, 40)
+    rows = lessons.rows_apart(texts)
+    school = lessons.open_school("mtp", target, tmp_path, texts, "cuda")
+    with school.llm:
+        usual = type(school.drafter).loss
+
+        def asking(drafter: Any, lesson: Any) -> Any:
+            found = usual(drafter, lesson)
+            assert float(found.weight) > 0  # which waits for the device
+            return found
+
+        monkeypatch.setattr(type(school.drafter), "loss", asking)
+        trainer = replace(school.trainer(rows), records=True)
+        with pytest.warns(UserWarning, match="cannot be recorded"):
+            trainer.step(0.1)
+        first = trainer.record.read()["loss"]
+        for _ in range(8):
+            trainer.step(0.5)
+        assert trainer.record.read()["loss"] < first
 
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])

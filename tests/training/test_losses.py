@@ -1,12 +1,15 @@
 """The network that learns is the network that serves; documents in a row do not see each other; it learns."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lessons
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -14,12 +17,14 @@ from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeConfig
 from outrider.drafters import base, mtp, parallel
 from outrider.drafters.fresh import Plan
+from outrider.drafters.lesson import Noise, places
 from outrider.kernels import dispatch
 from outrider.kernels.branches import branch_attention, branch_attention_reference
 from outrider.kernels.head_loss import Divergence, HeadMatrix, head_loss, head_loss_reference
 from outrider.pair import named_pair
 from outrider.training.checkpoint import write_drafter
 from outrider.training.dialects import in_speculators_format
+from outrider.training.recorded_loss import NUM_SIZES, rounded_up
 from outrider.training.run import read_fresh, training_copy
 from outrider.training.texts import Text, fill, pack
 
@@ -140,6 +145,50 @@ def test_documents_of_a_row_do_not_see_each_other(school: lessons.School, monkey
     together = school.drafter.loss(school.lesson(packed))
     torch.testing.assert_close(together.total, apart.total, atol=1e-3, rtol=1e-5)
     assert together.asked.tolist() == apart.asked.tolist() != [0.0] * lessons.DEPTH
+
+
+def test_places_that_are_not_counted_change_nothing(school: lessons.School) -> None:
+    """Where the host must not wait for a count, there is room for as many places as can be learnt, whoever takes it:
+    the same loss, the same gradients. Room for fewer than there are is a mistake that does not go unseen."""
+    rows = pack([lessons.text_of(text) for text in school.texts[:5]], 64)
+    trainer, found = school.trainer(rows), []
+    lesson = trainer.lesson(rows, torch.arange(len(rows)))
+    for most in (None, rows.num_learnt, rows.tokens.numel()):
+        loss = school.drafter.loss(replace(lesson, most_learnt=most))
+        gradients = torch.autograd.grad(loss.total, list(trainer.trained().values()), allow_unused=True)
+        found.append(
+            [loss.total, loss.weight, loss.agreed, loss.asked, *(each for each in gradients if each is not None)]
+        )
+    for one, *others in zip(*found, strict=True):
+        assert one.abs().sum() > 0 or one.shape == found[0][2].shape
+        for other in others:
+            torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-4)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        school.drafter.loss(replace(lesson, most_learnt=1))
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(0, 9))
+def test_where_something_is(wanted: list[bool], room: int) -> None:
+    mask, most = torch.tensor(wanted), sum(wanted) + room
+    found = places(mask, most).tolist()
+    assert found[: sum(wanted)] == places(mask, None).tolist() == [n for n, each in enumerate(wanted) if each]
+    assert found[sum(wanted) :] == [len(wanted)] * room
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**6))
+def test_sizes_of_recordings(count: int, total: int) -> None:
+    count = min(count, total)
+    size = rounded_up(count, total)
+    assert count <= size <= total
+    assert size - count <= -(-total // NUM_SIZES)
+
+
+def test_random_numbers_of_a_row_are_its_own() -> None:
+    both, one = Noise(torch.tensor([7, 8])).uniform(1000), Noise(torch.tensor([8])).uniform(1000)
+    assert torch.equal(both[1:], one)
+    assert abs(torch.corrcoef(both)[0, 1]) < 0.1
+    assert 0.45 < both.mean() < 0.55
+    assert 0 < both.min() < 0.01 < 0.99 < both.max() < 1
 
 
 @pytest.mark.parametrize("school", list(NUM_STEPS), indirect=True)

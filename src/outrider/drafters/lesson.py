@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.branches import KeysAndValues, branch_attention, trunk_attention
@@ -15,6 +16,7 @@ from outrider.kernels.head_loss import Divergence, HeadLoss, HeadMatrix, head_lo
 from outrider.kernels.native import dequantise
 from outrider.kernels.packed import Blocks
 from outrider.kernels.quantised import Quantised
+from outrider.kernels.sampling import uniform
 from outrider.layers.embedding import Head
 from outrider.layers.linear import Linear
 from outrider.models.base import Target
@@ -32,14 +34,12 @@ def num_kept(length: int, ahead: int) -> int:
 class Noise:
     """Random numbers of a step that depend on which of its rows one is, and not on who else is in the same lesson."""
 
-    seed: int
-    num_rows: int  # of the step
-    rows: Tensor  # [R] those of this lesson
+    seeds: Tensor  # [R] a row's own, of this step alone
 
     def uniform(self, size: int) -> Tensor:
         """[R, size] from 0 to 1."""
-        source = torch.Generator(self.rows.device).manual_seed(self.seed)
-        return torch.rand(self.num_rows, size, generator=source, device=self.rows.device)[self.rows]
+        columns = torch.arange(size, device=self.seeds.device)
+        return uniform(self.seeds, torch.zeros_like(self.seeds), columns)
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Lesson:
     divergence: Divergence
     noise: Noise
     head: Tensor  # [V, H] the target's, in the precision that products with heads are computed in
+    most_learnt: int | None = None  # no more places than that are learnt; None: they are counted, which waits for them
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -176,21 +177,39 @@ def judged(
         asked.append(here & lesson.learnt.gather(1, column) & taught.knows(follows.gather(1, column)))
         states.append(lesson.last.flatten(0, 1)[(first + column).flatten()])
     counted = torch.cat([each.flatten() for each in asked])
-    index = counted.nonzero()[:, 0]  # the vocabulary is most of the work: rows that nobody asks for are left out
-    hidden = torch.cat([guess.hidden.flatten(0, 1) for guess in guesses])[index]
-    found = compare(lesson, target, taught, hidden, torch.cat(states)[index])
     sizes = [each.numel() for each in asked]
+    most = None if lesson.most_learnt is None else sum(min(size, lesson.most_learnt) for size in sizes)
+    index = places(counted, most)  # the vocabulary is most of the work: rows that nobody asks for are left out
+    every = torch.arange(len(index), device=index.device)
+    rows = torch.where(index < len(counted), index, every)  # gradients of one row that all share would be added in turn
+    hidden = torch.cat([guess.hidden.flatten(0, 1) for guess in guesses])[rows]
+    found = compare(lesson, target, taught, hidden, torch.cat(states)[rows])
     weights = counted.float()
     if weigh is not None:
-        surprise = torch.zeros_like(weights).index_copy(0, index, found.surprise)
+        surprise = _spread(found.surprise, index, len(counted))
         parts = [part.view(asked[0].shape) for part in surprise.split(sizes)]
         weights = torch.cat(
             [each.flatten() for each in weigh(torch.stack(parts, -1), torch.stack(asked, -1)).unbind(-1)]
         )
-    agreed = torch.zeros_like(counted).index_copy(0, index, found.agreed)
-    total = (found.loss * weights[index]).sum()
+    agreed = _spread(found.agreed, index, len(counted))
+    total = (found.loss * F.pad(weights, (0, 1))[index]).sum()
     sums = [torch.stack([part.sum().float() for part in each.split(sizes)]) for each in (agreed, counted)]
     return Loss(total, weights.sum(), *sums)
+
+
+def places(wanted: Tensor, most: int | None) -> Tensor:
+    """Where `wanted` [N] is true. `most`: as many are there at most; then the device need not be waited for, and so
+    many are returned, the rest of them N."""
+    if most is None:
+        return wanted.nonzero()[:, 0]
+    order = torch.where(wanted, wanted.cumsum(0) - 1, most)
+    every = torch.arange(len(wanted), device=wanted.device)
+    return torch.full((most + 1,), len(wanted), device=wanted.device).scatter_(0, order, every)[:most]
+
+
+def _spread(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """To where they came from [size]; what has index `size` came from nowhere."""
+    return values.new_zeros(size + 1).index_copy(0, index, values)[:size]
 
 
 Weigh = Callable[[Tensor, Tensor], Tensor]

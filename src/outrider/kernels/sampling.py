@@ -57,14 +57,19 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def gumbel(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise [R, V] for rows with `seed` [R] and `positions` [R] and token ids `ids` [V] or [R, V]."""
+def uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Random numbers from 0 to 1 [R, V] for rows with `seed` [R] and `positions` [R] and token ids `ids` [V] or
+    [R, V]: the same on every device."""
     key = _mix(_mix(seed + _GOLDEN) + positions * _GOLDEN)  # [R]
     bits = _mix(key[:, None] + (ids + 1) * _GOLDEN)  # [R, V]
-    # 32 random bits, centred in their cell: never 0 or 1. Small values keep their precision in float32,
-    # and small exponentials are the ones that win the race.
-    uniform = (((bits >> 32) & 0xFFFFFFFF).to(torch.float32) + 0.5) * 2.0**-32
-    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
+    # 32 random bits, centred in their cell: never 0 or 1
+    return (((bits >> 32) & 0xFFFFFFFF).to(torch.float32) + 0.5) * 2.0**-32
+
+
+def gumbel(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise [R, V] for rows with `seed` [R] and `positions` [R] and token ids `ids` [V] or [R, V]."""
+    # small values keep their precision in float32, and small exponentials are the ones that win the race
+    return -torch.log(-torch.log1p(-uniform(seed, positions, ids).clamp(max=1 - 2.0**-24)))
 
 
 def filter_logits(logits: Tensor, sampling: Sampling, rows: Tensor) -> Tensor:

@@ -181,7 +181,9 @@ class Run:
         drafter = training_copy(llm, self.settings)
         lessons = Lessons(options.num_rows, options.depth, LOSSES[options.loss], self.parts, options.seed)
         teacher = Teacher(llm.target, drafter.taps, rows)
-        trainer = Trainer(drafter, teacher, rows, lessons, options.rates, self.world, options.train_vocabulary)
+        trainer = Trainer(
+            drafter, teacher, rows, lessons, options.rates, self.world, options.train_vocabulary, records=True
+        )
         course = Course(options, llm, trainer, read_fresh(self.start), self._prompts(llm), self.on_progress)
         ids = drafter.target_ids()
         course.facts = {"texts": len(texts), "coverage": coverage(texts, None if ids is None else ids.cpu())}

@@ -17,6 +17,7 @@ from outrider.drafters.lesson import Lesson, Loss, Noise, dense
 from outrider.engine.upload import upload
 from outrider.kernels.head_loss import Divergence
 from outrider.training.optimizer import Optimizer, Rates
+from outrider.training.recorded_loss import RecordedLoss, rounded_up
 from outrider.training.teacher import Teacher
 from outrider.training.texts import Rows
 
@@ -90,6 +91,7 @@ class Trainer:
     rates: Rates
     world: World = ALONE
     train_vocabulary: bool = False  # heads and embeddings of its own too
+    records: bool = False  # losses are recorded as CUDA graphs: for lessons of few shapes, on a GPU
     step_number: int = 0
     record: Record = field(default_factory=Record)
 
@@ -103,6 +105,10 @@ class Trainer:
         self.optimizer = Optimizer(self.trained(), self.rates)
         compute = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.head = dense(self.teacher.target.head).detach().to(compute)
+        self._recorded: RecordedLoss | None = None
+        if self.records and self.device.type == "cuda":
+            self._recorded = RecordedLoss(self._judged, list(self.optimizer.parameters.values()))
+        self._orders: dict[int, Tensor] = {}  # of rows, by how often all had their turn
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.drafter.named_parameters() if p.requires_grad}
@@ -122,9 +128,7 @@ class Trainer:
         losses = []
         for part in numbered[self.world.rank :: self.world.size].tensor_split(self.lessons.parts):
             if len(part):
-                loss = self.loss(self.rows.take(part[:, 0]), part[:, 1])
-                loss.total.backward()
-                losses.append(loss)
+                losses.append(self._learnt(self.lesson(self.rows.take(part[:, 0]), part[:, 1])))
         counts = [sum((getattr(each, name) for each in losses[1:]), start=getattr(losses[0], name).detach())
                   for name in ("weight", "agreed", "asked", "total")]  # fmt: skip
         gradients = [p.grad for p in self.optimizer.parameters.values() if p.grad is not None]
@@ -139,23 +143,36 @@ class Trainer:
     def chosen(self, number: int) -> Tensor:
         """The rows of a step: every row once before any comes again, in another order each time."""
         first, count, total = number * self.lessons.num_rows, self.lessons.num_rows, len(self.rows)
-        picked, orders = [], {}
-        for place in range(first, first + count):
-            epoch = place // total
-            if epoch not in orders:
-                source = torch.Generator().manual_seed(self.lessons.seed * 1_000_003 + epoch)
-                orders[epoch] = torch.randperm(total, generator=source)
-            picked.append(orders[epoch][place % total])
-        return torch.stack(picked)
+        places = torch.arange(first, first + count)
+        epochs = (places // total).unique().tolist()
+        self._orders = {epoch: self._order(epoch) for epoch in epochs}
+        return torch.cat([self._orders[epoch][places[places // total == epoch] % total] for epoch in epochs])
+
+    def _order(self, epoch: int) -> Tensor:
+        known = self._orders.get(epoch)
+        if known is not None and len(known) == len(self.rows):
+            return known
+        source = torch.Generator().manual_seed(self.lessons.seed * 1_000_003 + epoch)
+        return torch.randperm(len(self.rows), generator=source)
 
     def loss(self, rows: Rows, numbers: Tensor) -> Loss:
         """`numbers`: which of the step's rows they are."""
-        lesson = self.lesson(rows, numbers)
+        return self._judged(self.lesson(rows, numbers))
+
+    def _judged(self, lesson: Lesson) -> Loss:
         with self._autocast():
             return self.drafter.loss(lesson)
 
+    def _learnt(self, lesson: Lesson) -> Loss:
+        """Its gradients are added to those that are there."""
+        if self._recorded is not None:
+            return self._recorded(lesson)
+        loss = self._judged(lesson)
+        loss.total.backward()
+        return loss
+
     def lesson(self, rows: Rows, numbers: Tensor) -> Lesson:
-        hidden = self.teacher.read(rows)
+        hidden, step = self.teacher.read(rows), self.lessons.seed * 1_000_003 + self.step_number
         shape, here = rows.tokens.shape, rows.to(self.device)
         return Lesson(
             tokens=here.tokens,
@@ -166,10 +183,9 @@ class Trainer:
             last=hidden.last.unflatten(0, shape),
             depth=self.lessons.depth,
             divergence=self.lessons.divergence,
-            noise=Noise(
-                self.lessons.seed * 1_000_003 + self.step_number, self.lessons.num_rows, upload(numbers, self.device)
-            ),
+            noise=Noise(upload(numbers + step * self.lessons.num_rows, self.device)),
             head=self.head,
+            most_learnt=None if self._recorded is None else rounded_up(rows.num_learnt, rows.tokens.numel()),
         )
 
     def _autocast(self) -> Any:
