@@ -59,8 +59,9 @@ def prompts(seed: int) -> Iterator[dict[str, Any]]:
     while True:
         request, kind = next(source), pick.random()
         if kind < 0.48:
-            if request.opening:
-                yield {"text": request.opening}
+            words = request.opening.split(" ")
+            if request.opening:  # whole, or broken off anywhere, as people begin
+                yield {"text": " ".join(words[: pick.randint(1, len(words))] if pick.random() < 0.5 else words)}
         elif kind < 0.93:
             yield {"turns": [request.text]}
         elif kind < 0.97:
