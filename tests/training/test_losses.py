@@ -252,13 +252,15 @@ def test_speculators_format_means_the_same(
     assert (named, chosen.num_speculative_tokens) == (str(target), lessons.DEPTH)
 
 
+@pytest.mark.parametrize("kept", [0, 350])  # of 350 slopes
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("divergence", [Divergence(1.0, 0.0), Divergence(0.3, 0.7)])
 def test_the_fused_head_and_loss(
-    softcap: float, divergence: Divergence, fused: bool, monkeypatch: pytest.MonkeyPatch
+    softcap: float, divergence: Divergence, fused: bool, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In torch, and in Triton, interpreted."""
+    monkeypatch.setattr("outrider.kernels.head_loss.KEPT_ELEMENTS", {"cpu": kept})
     monkeypatch.setattr(dispatch, "is_home", lambda x: fused)
     monkeypatch.setattr("outrider.kernels.head_loss.CHUNK_ELEMENTS", {"cpu": 150})  # three rows at a time
     if fused:

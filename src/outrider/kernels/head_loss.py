@@ -1,5 +1,5 @@
 """How far a drafter's next-token distributions are from the target's: both heads and the divergence in one operation.
-Some rows at a time, forwards and backwards, so that no tensor of [rows, vocabulary] is ever kept."""
+Some rows at a time, forwards and backwards, so that no large tensor of [rows, vocabulary] is ever kept."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.kernels.dispatch import use_triton
 
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}  # logits that are looked at at a time
+KEPT_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # where there are no more, slopes are kept for the way back
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,14 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, chunks: _Chunks) -> tuple[Tensor, Tensor, Tensor]:
         loss, surprise = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
         agreed = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
-        gradient = torch.empty_like(hidden)
+        gradient, slopes = torch.empty_like(hidden), []
+        keeps = ctx.needs_input_grad[1] and len(hidden) * len(weight) <= KEPT_ELEMENTS[hidden.device.type]
         for rows in chunks.rows(hidden):
             loss[rows], surprise[rows], agreed[rows], slope = chunks.compare(hidden[rows], rows)
             gradient[rows] = (slope.to(weight.dtype) @ weight).to(hidden.dtype)
+            slopes += [slope] if keeps else []
         ctx.chunks = chunks
-        ctx.save_for_backward(gradient, *([hidden, weight] if ctx.needs_input_grad[1] else []))
+        ctx.save_for_backward(gradient, *([hidden, weight, *slopes] if ctx.needs_input_grad[1] else []))
         ctx.mark_non_differentiable(surprise, agreed)
         return loss, surprise, agreed
 
@@ -117,11 +120,12 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, wanted_loss: Tensor, *others: Tensor) -> tuple[Tensor, Tensor | None, None]:
         gradient, *trained = ctx.saved_tensors
         by_weight = None
-        if trained:  # what each row weighs is known only now: its logits are computed once more
-            hidden, weight = trained
+        if trained:  # what each row weighs is known only now: logits that were too many to be kept are computed again
+            hidden, weight, *slopes = trained
             by_weight = torch.zeros_like(weight, dtype=torch.float32)
-            for rows in ctx.chunks.rows(hidden):
-                slope = ctx.chunks.compare(hidden[rows], rows)[-1] * wanted_loss[rows, None]
-                by_weight += (slope.to(weight.dtype).T @ hidden[rows].to(weight.dtype)).float()
+            for number, rows in enumerate(ctx.chunks.rows(hidden)):
+                slope = slopes[number] if slopes else ctx.chunks.compare(hidden[rows], rows)[-1]
+                weighed = (hidden[rows] * wanted_loss[rows, None]).to(weight.dtype)
+                by_weight += (slope.to(weight.dtype).T @ weighed).float()
             by_weight = by_weight.to(weight.dtype)
         return gradient * wanted_loss[:, None].to(gradient.dtype), by_weight, None
