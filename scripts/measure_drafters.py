@@ -5,7 +5,7 @@ python scripts/measure_drafters.py TARGET PROMPTS.jsonl ... --draft DIR [--draft
 - speed: tokens a second with so many requests at a time, adaptive, greedy, all sides in turn in one process: plain,
   every drafter (efficiency: of the tokens that a round brings, the share that is won in time), and other engines
   (--against transformers-compiled,transformers-lookup, in batches of equal length; what is not installed is named and
-  left out). Whoever ends makes room for the next: drafts end some answers sooner than others
+  left out). Whoever ends makes room for the next; answers differ in length, so that prompts come one by one
 - proof: `outrider certify --exact` on every pair
 --only accept,speed does some of it; runs into the same folder complete each other's report. Progress goes to standard
 error; FOLDER/drafters.json, drafters.md and two pictures are written as far as figures are there.
@@ -67,9 +67,18 @@ def engine(
     options: dict[str, Any] = {"max_num_seqs": seats, "device": arguments.device}
     if device_of(arguments.device).type == "cuda":
         options["kv_cache_memory"] = CACHE_BYTES
-    length = ROOM + max(arguments.max_tokens, arguments.speed_tokens) + arguments.k + 1
+    length = ROOM + max(arguments.max_tokens, arguments.speed_tokens * 3 // 2) + arguments.k + 1
     with LLM(arguments.target, settings, max_model_len=length, enable_prefix_caching=False, **options) as llm:
         yield llm
+
+
+class MixedLengths(OutriderSide):
+    """Answers from half as long to one and a half times as long. Where all are equally long, those who began together
+    end together unless something is drafted, and the prompts of those who come next are read at once: plain decoding
+    would be compared in a state in which no user meets it."""
+
+    def length(self, number: int, max_tokens: int) -> int:
+        return max(max_tokens // 2 + 37 * number % (max_tokens + 1), 1)
 
 
 def accept_lengths(arguments: argparse.Namespace, name: str, drafter: str) -> Iterator[dict[str, Any]]:
@@ -93,10 +102,10 @@ def speeds(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for batch in arguments.batches:
         with ExitStack() as opened:
             plain = opened.enter_context(engine(arguments, None, batch))
-            sides: list[Side] = [OutriderSide("plain", plain)]
+            sides: list[Side] = [MixedLengths("plain", plain)]
             for name, drafter in arguments.draft.items():
                 try:
-                    sides.append(OutriderSide(name, opened.enter_context(engine(arguments, drafter, batch))))
+                    sides.append(MixedLengths(name, opened.enter_context(engine(arguments, drafter, batch))))
                 except ValueError as reason:  # it agrees with the target so little that the engine does not take it
                     say(f"{name} is left out: {reason}")
             spread = _spread(arguments, plain, batch)
@@ -273,7 +282,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=256, help="of each answer whose accept length is counted")
     parser.add_argument("--temperatures", type=_numbers(float), default=[0.0, 1.0])
     parser.add_argument("--batches", type=_numbers(int), default=[1, 8, 32])
-    parser.add_argument("--speed-tokens", type=int, default=128, help="of each answer that is timed")
+    parser.add_argument("--speed-tokens", type=int, default=128, help="of an answer that is timed, on average")
     parser.add_argument("--speed-batches", type=int, default=6, help="times as many prompts in a run")
     parser.add_argument("--runs", type=int, default=3, help="runs of every side, taken in turn")
     parser.add_argument("--against", type=_numbers(str), default=["transformers-compiled", "transformers-lookup"])

@@ -55,8 +55,13 @@ class OutriderSide:
     def start_run(self) -> None:
         forget_requests(self.llm)
 
+    def length(self, number: int, max_tokens: int) -> int:
+        """Of the answer to a prompt."""
+        return max_tokens
+
     def answer(self, prompts: Prompts, max_tokens: int) -> Timing:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        lengths = [self.length(number, max_tokens) for number in range(len(prompts))]
+        params = [SamplingParams(temperature=0, max_tokens=each, ignore_eos=True) for each in lengths]
         running = self.llm.engine.scheduler.running
         first: dict[str, float] = {}
         steps = 0
