@@ -72,6 +72,7 @@ def _add_drafters(stage: argparse.ArgumentParser) -> None:
     stage.add_argument("--methods", default="eagle3,p_eagle")
     stage.add_argument("--texts-only", action="store_true", help="let the target write, and stop")
     stage.add_argument("--out", type=Path, default=DEFAULT, help="where the drafters go")
+    stage.add_argument("--init", type=Path, help="folder of drafters that an earlier run has made, to go on from")
 
 
 def _add_measure(stage: argparse.ArgumentParser) -> None:
@@ -124,6 +125,7 @@ def _drafters(arguments: argparse.Namespace) -> None:
             tokens_per_step=arguments.tokens_per_step,
             methods=tuple(arguments.methods.split(",")),
             texts_only=arguments.texts_only,
+            init=arguments.init,
         )
     )
 

@@ -49,6 +49,7 @@ class DraftersOptions:
     tokens_per_step: int = 16384
     methods: tuple[str, ...] = ("eagle3", "p_eagle")
     texts_only: bool = False
+    init: Path | None = None  # drafters that an earlier run has made, to go on from
 
 
 def prompts(seed: int) -> Iterator[dict[str, Any]]:
@@ -139,6 +140,8 @@ def make_drafters(options: DraftersOptions) -> None:
                 settings["window"] = WINDOW
             if number:
                 settings["init"] = options.data / f"{method}-{number - 1}"
+            elif options.init is not None:
+                settings["init"] = options.init / FOLDERS.get(method, method)
             flags = ["--train-vocabulary", *FORMS.get(method, ())]
             flags += ["--resume"] if (settings["out"] / "training" / STATE).exists() else []
             running.append(_train(method, options, *flags, *texts, **settings))
