@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from default_model.free_prompts import free_opening, free_request
+from default_model.measure import CHAT_PROMPTS
 from default_model.prompts import requests
 from default_model.small_talk import small_talk
 from outrider.training.checkpoint import STATE
@@ -53,23 +55,29 @@ class DraftersOptions:
 
 
 def prompts(seed: int) -> Iterator[dict[str, Any]]:
-    """Beginnings of texts, single requests, small talk, and conversations that go on for long: few of them, which are a
-    quarter of all tokens as it is, and repeat themselves."""
+    """Beginnings of texts, whole or broken off anywhere, single requests, small talk, and conversations that go on for
+    long: few of them, which are a quarter of all tokens as it is, and repeat themselves. Half are of the shapes that
+    the target was made with, half of many others. What it is measured with is not among them."""
     pick, source = random.Random(seed), requests(seed)
     greetings = [item.prompt for item in small_talk(num_copies=1)]
+
+    def asked() -> str:
+        text = next(source).text if pick.random() < 0.5 else free_request(pick)
+        return text if text not in CHAT_PROMPTS else asked()
+
     while True:
-        request, kind = next(source), pick.random()
-        if kind < 0.48:
-            words = request.opening.split(" ")
-            if request.opening:  # whole, or broken off anywhere, as people begin
+        kind = pick.random()
+        if kind < 0.46:
+            opening = next(source).opening if pick.random() < 0.5 else free_opening(pick)
+            words = opening.split(" ")
+            if opening:
                 yield {"text": " ".join(words[: pick.randint(1, len(words))] if pick.random() < 0.5 else words)}
         elif kind < 0.93:
-            yield {"turns": [request.text]}
+            yield {"turns": [asked()]}
         elif kind < 0.97:
-            yield {"turns": [pick.choice(greetings), request.text]}
+            yield {"turns": [pick.choice(greetings), asked()]}
         else:
-            turns = [next(source).text if pick.random() < 0.6 else pick.choice(MORE) for _ in range(LONG)]
-            yield {"turns": [request.text, *turns]}
+            yield {"turns": [asked(), *(asked() if pick.random() < 0.6 else pick.choice(MORE) for _ in range(LONG))]}
 
 
 def write_prompts(path: Path, count: int, seed: int, but: Sequence[str] = ()) -> list[str]:
