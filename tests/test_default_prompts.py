@@ -1,4 +1,4 @@
-"""What the drafters of the embedded default learn from: many different prompts, none of which they are measured with."""
+"""What the drafters of the embedded default learn from: many prompts, none of which they are measured with."""
 
 from __future__ import annotations
 
