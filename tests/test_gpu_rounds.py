@@ -17,6 +17,7 @@ from tiny import FAMILIES
 from outrider import LLM, SamplingParams
 from outrider.certify.random_depth import RandomDepth
 from outrider.llm import total_speculation
+from outrider.sampling_params import Speculation
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,6 +112,28 @@ def test_exact_bits(family: str, target_path: Callable[..., Path], tmp_path: Pat
                 found.append([(out.token_ids, [next(iter(row.values())).logprob for row in out.logprobs or []])
                               for out in outputs])  # fmt: skip
     assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_exact_bits_in_any_company(head_dim: int, target_path: Callable[..., Path]) -> None:
+    """How attention is computed otherwise goes by the size of heads, and by how many requests there are: 40, which is
+    more than any form for few is for, or three at a time; with drafts and in small chunks."""
+    chance = random.Random(0)
+    parts = [[chance.randrange(5, 90) for _ in range(chance.randrange(3, 30))] for _ in range(40)]
+    prompts, params = [part * 8 for part in parts], replace(GREEDY, max_tokens=24, logprobs=1)
+    ngram = {"method": "ngram", "num_speculative_tokens": 4}
+    sides = [(None, {}), (ngram, {}), (None, {"max_num_seqs": 3}), (ngram, {"max_num_batched_tokens": 64})]
+    found, total = [], Speculation()
+    for config, options in sides:
+        with LLM(target_path("llama", head_dim=head_dim), config, device="cuda", dtype="bfloat16", max_model_len=320,
+                 exact=True, **{"max_num_seqs": 64, **options}) as llm:  # fmt: skip
+            outputs = llm.generate(prompts, params)
+            found.append([(each.outputs[0].token_ids,
+                           [next(iter(row.values())).logprob for row in each.outputs[0].logprobs or []])
+                          for each in outputs])  # fmt: skip
+            total += total_speculation(outputs)
+    assert all(each == found[0] for each in found)
+    assert 0 < total.accepted < total.drafted
 
 
 def test_soak(target_path: Callable[..., Path], tmp_path: Path) -> None:
