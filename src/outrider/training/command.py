@@ -25,6 +25,7 @@ _OUT_HELP = "Where the drafter goes, with its card, its picture and its README."
 _REGENERATE_HELP = "yes: the target answers the prompts itself. no: the answers in the data are its own already."
 _TEXTS_HELP = "Learn from the texts.safetensors of an earlier run: nothing is generated. Again for more."
 _TEXTS_ONLY_HELP = "Write the target's texts into --out, for --texts of other runs, and stop."
+_DRAFT_HELP = "A drafter that helps the target answer: the same texts, sooner. By default, that of --init."
 _INIT_HELP = "Go on from this drafter instead of a new one."
 _INTERMEDIATE_HELP = "Width of its layers' MLPs. By default, as the target's."
 _WARM_HELP = "Begin as a copy of the target's last layer, where shapes agree."
@@ -48,6 +49,7 @@ def train_command(
         list[Path] | None, option(DATA, "--texts", metavar="FILE", help=_TEXTS_HELP, exists=True, dir_okay=False)
     ] = None,
     texts_only: Annotated[bool, option(DATA, "--texts-only", help=_TEXTS_ONLY_HELP)] = False,
+    draft: Annotated[str | None, option(DATA, "--draft", "-d", metavar="D", help=_DRAFT_HELP)] = None,
     samples: Annotated[int, option(DATA, "--samples", metavar="N", help="Answers to each prompt.")] = 1,
     temperatures: Annotated[str, option(DATA, "--temperatures", metavar="LIST", help="Of the answers.")] = "0,0,0.7,1",
     answer_tokens: Annotated[int, option(DATA, "--answer-tokens", metavar="N", help="Longest answer.")] = 256,
@@ -141,6 +143,7 @@ def train_command(
         regenerate=_yes(regenerate),
         texts=tuple(texts or ()),
         texts_only=texts_only,
+        draft=draft,
         samples=samples,
         generate_minutes=generate_minutes,
         answers=Regeneration(

@@ -23,7 +23,7 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.fresh import Fresh, Plan
 from outrider.llm import LLM
 from outrider.models.base import Target
-from outrider.preflight import WithoutMemory
+from outrider.preflight import WithoutMemory, draft_values
 from outrider.tokenizer import Tokenizer
 from outrider.training.checkpoint import load_state, read_fresh, write_drafter
 from outrider.training.conversations import Conversation, check_template, read_all
@@ -63,6 +63,7 @@ class Run:
         self.settings = SpeculativeConfig(
             method=method, model=str(self.start), num_speculative_tokens=options.depth, force=True
         )
+        self.helping = helping_drafter(options)
         self.seconds: dict[str, float] = {}
         conversations = read_all(options.data, options.limit)
         checkpoint = open_checkpoint(options.target)
@@ -164,8 +165,9 @@ class Run:
                 pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C: no further batch begins
 
     def _writing(self) -> LLM:
-        """The target alone, with room for texts as long as they become: others may be at work on the same device."""
-        return self._llm(None, max_model_len=min(self.options.answers.max_len + 1, self.target_len))
+        """The target, and a drafter if there is one already, with room for texts as long as they become: others may be
+        at work on the same device."""
+        return self._llm(self.helping, max_model_len=min(self.options.answers.max_len + 1, self.target_len))
 
     # the drafter
 
@@ -252,6 +254,19 @@ class Run:
         begin = time.monotonic()
         yield
         self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - begin
+
+
+def helping_drafter(options: TrainOptions) -> SpeculativeConfig | None:
+    """What drafts while the target answers prompts: --draft, or the drafter that training goes on from."""
+    if not options.regenerate or options.texts:
+        return None
+    values: dict[str, Any] = {"num_speculative_tokens": options.depth, "force": True}  # however little it agrees
+    if options.draft is not None:
+        return SpeculativeConfig.from_dict({**values, **draft_values(options.draft)})
+    if options.init is not None:
+        method = "mtp" if options.method == "mtp" else None
+        return SpeculativeConfig(method=method, model=str(options.init), **values)
+    return None
 
 
 def split(
