@@ -47,10 +47,10 @@ def run(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("length", [1.0, 2.5, 4.0])
 def test_acceptance_is_what_was_asked_for(length: float, shape: str) -> None:
-    methods = [part for method in ("eagle3", "dflash", "mtp") for part in ("--method", method)]
+    methods = [part for method in ("eagle3", "p_eagle", "dflash", "mtp") for part in ("--method", method)]
     found = run("--shape", shape, *methods, "-k", "5", "--accept-length", str(length), "--batch-size", "3", "--json")
     assert found["acceptance"].startswith("synthetic")
-    assert [side["name"] for side in found["sides"]] == ["plain", "eagle3", "dflash", "mtp"]
+    assert [side["name"] for side in found["sides"]] == ["plain", "eagle3", "p_eagle", "dflash", "mtp"]
     for side in found["sides"][1:]:
         assert side["synthetic_accept_length"] == pytest.approx(length, abs=0.35)
         speed_up = side["tokens_per_second"] / found["sides"][0]["tokens_per_second"]

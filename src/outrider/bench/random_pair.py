@@ -33,10 +33,11 @@ from outrider.pair import demand_of
 from outrider.startup import StartupTimes
 from outrider.types import Weight
 
-METHODS = ("eagle3", "dflash", "mtp", "ngram")
+METHODS = ("eagle3", "p_eagle", "dflash", "mtp", "ngram")
 DRAFT_VOCABULARY = 32000
 NUM_MODULES = 3
 NUM_BLOCK_LAYERS = 5
+NUM_PARALLEL_LAYERS = 4
 NO_BIAS = {"attention_bias": False, "mlp_bias": False}  # whatever the target's layers have
 
 
@@ -172,7 +173,7 @@ def check_method(method: str) -> None:
 
 
 def random_drafter(settings: SpeculativeConfig, target: Target) -> Drafter:
-    outlines = {"eagle3": _eagle3, "dflash": _dflash}
+    outlines = {"eagle3": _eagle3, "p_eagle": _p_eagle, "dflash": _dflash}
     method = settings.method or ""
     check_method(method)
     outline = outlines[method](target) if method in outlines else None
@@ -225,6 +226,16 @@ def _eagle3(target: Target) -> Outline:
     }
     config = {**target.config, **NO_BIAS, "num_hidden_layers": 1, "draft_vocab_size": vocabulary}
     return Outline({**config, "tie_word_embeddings": False}, shapes)
+
+
+def _p_eagle(target: Target) -> Outline:
+    """The same network with more layers, which drafts all tokens in one pass."""
+    size, head = target.hidden_size, _eagle3(target)
+    shapes = {name.replace("midlayer.", "layers.0."): shape for name, shape in head.shapes.items()}
+    for number in range(1, NUM_PARALLEL_LAYERS):
+        shapes |= _layer(target, size, f"layers.{number}.", head_norms=False)
+    config = {**head.config, "num_hidden_layers": NUM_PARALLEL_LAYERS, "ptd_token_id": 0}
+    return Outline(config, {**shapes, "mask_hidden": (1, 1, 3 * size)})
 
 
 def _dflash(target: Target) -> Outline:

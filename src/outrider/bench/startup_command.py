@@ -30,7 +30,7 @@ def startup(
     """From starting a process to its first token.
 
     Where the seconds go: imports, weights, cache, check-up of the drafter, warm-up (kernels and recordings). Cold,
-    with nothing compiled yet, and warm. With --shape, --draft is eagle3, dflash, mtp or ngram.
+    with nothing compiled yet, and warm. With --shape, --draft is eagle3, p_eagle, dflash, mtp or ngram.
 
     \b
     Examples:

@@ -126,7 +126,7 @@ def traffic(
 
     Output tokens a second, time to first token (TTFT) and time per output token (TPOT), by number of clients or by
     request rate. Both sides take turns at each level. Speculative must never be under plain: levels where it is are
-    marked. With --shape, --draft is eagle3, dflash, mtp or ngram.
+    marked. With --shape, --draft is eagle3, p_eagle, dflash, mtp or ngram.
 
     \b
     Examples:
