@@ -173,7 +173,7 @@ Shape = Annotated[
 ]
 Methods = Annotated[
     list[str] | None,
-    typer.Option("--method", metavar="NAME", help="Drafter: eagle3, p_eagle, dflash, mtp or ngram. May be given again."),
+    typer.Option("--method", metavar="NAME", help="Drafter: eagle3, p_eagle, dflash, mtp or ngram. Again for more."),
 ]
 Depth = Annotated[
     int,
