@@ -112,7 +112,6 @@ def write_texts(options: DraftersOptions) -> list[Path]:
     """The target answers, in several processes; and prompts that it is not asked here. What is there already, is not
     written again."""
     held_out = write_prompts(options.data / "held-out.jsonl", 60, options.seed + 999)
-    helping = (options.init or options.target.parent) / FOLDERS["eagle3"]
     folders, running = [options.data / f"texts-{number}" for number in range(options.processes)], []
     texts = [folder / "training" / "texts.safetensors" for folder in folders]
     for number, folder in enumerate(folders):
@@ -122,7 +121,6 @@ def write_texts(options: DraftersOptions) -> list[Path]:
         write_prompts(data, options.prompts, options.seed + number, held_out)
         settings = {"data": data, "out": folder, "turns": LONG + 1, "row_len": max(options.row_lens), "held_out": 1}
         settings |= {"seed": options.seed + number, "generate_minutes": options.generate_minutes, "answer_tokens": 400}
-        settings |= {"draft": helping} if helping.is_dir() else {}
         running.append(_train("eagle3", options, "--texts-only", **settings))
     _wait(running)
     return texts

@@ -206,7 +206,7 @@ def test_nothing_left_after_cutting(tmp_path: Path) -> None:
 
 
 def test_a_drafter_helps_the_target_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given, or the one that training goes on from: the same texts, in fewer rounds."""
+    """The same texts, in fewer rounds."""
     data, drafter = write(tmp_path / "prompts.jsonl", [{"prompt": ask.format("a dog")} for ask in ASKS]), "drafter"
     few = ("eagle3", "--data", data, *SMALL, "--answer-tokens", "24", "--held-out", "2", "--texts-only")
     rounds: dict[str, int] = {}
@@ -219,18 +219,13 @@ def test_a_drafter_helps_the_target_answer(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(LLM, "generate", generate)
     own = DEFAULT_DIRECTORY / drafter
-    for name, more in (
-        ("alone", ()),
-        ("draft", ("--draft", own)),
-        ("init", ("--init", own)),
-        ("n-gram", ("-d", "ngram")),
-    ):
+    for name, more in (("alone", ()), ("draft", ("--draft", own)), ("n-gram", ("-d", "ngram"))):
         done = run(*few, "--out", tmp_path / name, *more)
         assert done.exit_code == 0, done.output
     texts = {name: load_file(str(tmp_path / name / "training" / "texts.safetensors")) for name in rounds}
     for name, found in texts.items():
         assert all(torch.equal(found[part], texts["alone"][part]) for part in found), name
-    assert rounds["draft"] == rounds["init"] < 0.8 * rounds["alone"]
+    assert rounds["draft"] < 0.8 * rounds["alone"]
     refused = run(*few, "--out", tmp_path / "refused", "--draft", "eagel3")
     assert refused.exit_code == 2
     assert "did you mean eagle3?" in refused.stderr

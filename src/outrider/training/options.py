@@ -45,7 +45,7 @@ class TrainOptions:
     regenerate: bool = True
     texts: tuple[Path, ...] = ()  # of earlier runs, to learn from: nothing is generated
     texts_only: bool = False
-    draft: str | None = None  # a drafter that helps the target answer: the same texts, sooner
+    draft: str | None = None  # a drafter that helps the target answer: the same texts, in fewer rounds
     samples: int = 1  # answers to each prompt
     generate_minutes: float | None = None
     answers: Regeneration = field(default_factory=Regeneration)

@@ -165,8 +165,8 @@ class Run:
                 pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C: no further batch begins
 
     def _writing(self) -> LLM:
-        """The target, and a drafter if there is one already, with room for texts as long as they become: others may be
-        at work on the same device."""
+        """The target, and what helps it, with room for texts as long as they become: others may be at work on the same
+        device."""
         return self._llm(self.helping, max_model_len=min(self.options.answers.max_len + 1, self.target_len))
 
     # the drafter
@@ -257,16 +257,11 @@ class Run:
 
 
 def helping_drafter(options: TrainOptions) -> SpeculativeConfig | None:
-    """What drafts while the target answers prompts: --draft, or the drafter that training goes on from."""
-    if not options.regenerate or options.texts:
+    """What drafts while the target answers prompts, however little it agrees with it."""
+    if options.draft is None or not options.regenerate or options.texts:
         return None
-    values: dict[str, Any] = {"num_speculative_tokens": options.depth, "force": True}  # however little it agrees
-    if options.draft is not None:
-        return SpeculativeConfig.from_dict({**values, **draft_values(options.draft)})
-    if options.init is not None:
-        method = "mtp" if options.method == "mtp" else None
-        return SpeculativeConfig(method=method, model=str(options.init), **values)
-    return None
+    values = {**draft_values(options.draft), "num_speculative_tokens": options.depth, "force": True}
+    return SpeculativeConfig.from_dict(values)
 
 
 def split(
