@@ -74,14 +74,14 @@ def run(llm: LLM, until: Callable[[], bool]) -> None:
 
 
 def spoil(llm: LLM) -> None:
-    """All that the drafter remembers becomes noise."""
+    """All that the drafter remembers becomes noise, loud enough for any head."""
     assert llm.drafter is not None
     layers = cached_layers(llm.drafter)
     assert layers
     for layer in layers:
         assert layer.pages is not None
         for pages in layer.pages:
-            pages.copy_(10 * torch.randn(pages.shape, generator=torch.Generator().manual_seed(1)))
+            pages.copy_(1000 * torch.randn(pages.shape, generator=torch.Generator().manual_seed(1)))
 
 
 @contextmanager
