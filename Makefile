@@ -7,7 +7,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 .PHONY: demo test lint docs wheel install clean
 
 demo: .venv/installed
-	$(BIN)/outrider generate "Once upon a time there was a little dog" --max-tokens 120 --compare
+	$(BIN)/outrider generate "Once upon a time there was a brave little fox" --max-tokens 120 --compare
 
 install: .venv/installed
 
