@@ -4,6 +4,7 @@ target was made with, so that it also knows how the target goes on where nobody 
 import random
 
 from default_model import words
+from default_model.prompts import article, capital
 
 TAILS = ("", "", "", "", " Please.", " Keep it short.", " Use easy words.", " Answer in one sentence.", " Thank you!")
 
@@ -24,14 +25,6 @@ class Words:
         noun = pick.choice([self.animal, self.person])
         self.hero = pick.choice([article(noun), article(f"{self.quality} {noun}"), f"my {noun}", f"the {noun}"])
         self.subject = pick.choice([self.hero, self.thing, self.scene, article(self.object), self.name, self.occasion])
-
-
-def article(noun: str) -> str:
-    return ("an " if noun[0] in "aeiou" else "a ") + noun
-
-
-def capital(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 def free_request(pick: random.Random) -> str:

@@ -19,11 +19,11 @@ class Request:
     opening: str
 
 
-def _article(noun: str) -> str:
+def article(noun: str) -> str:
     return ("an " if noun[0] in "aeiou" else "a ") + noun
 
 
-def _capital(text: str) -> str:
+def capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
@@ -36,21 +36,21 @@ def _hero(pick: random.Random) -> tuple[str, str]:
 def story(pick: random.Random) -> Request:
     """A short story with a named hero."""
     hero, name = _hero(pick)
-    noun, lived = hero.split(" ", 1)[1], f"there lived {_article(hero)} named {name}"
+    noun, lived = hero.split(" ", 1)[1], f"there lived {article(hero)} named {name}"
     thing, place = pick.choice(words.OBJECTS), pick.choice(words.PLACES)
     activity, event = pick.choice(words.ACTIVITIES), pick.choice(words.EVENTS)
     other = pick.choice(words.ANIMALS)
     request = pick.choice(
         [
-            f"Tell me a short story about {_article(hero)} named {name}.",
-            f"Tell me a story about {_article(hero)} and {_article(thing)}.",
-            f"Write a short story about {name}, {_article(hero)} who lives {place}.",
-            f"Write a short and simple story about {_article(hero)} who finds {_article(thing)}.",
-            f"Can you tell me a story about {_article(hero)} and {_article(other)}?",
-            f"Write a story for children. It is about {_article(hero)} who likes to {activity}.",
-            f"Tell me a bedtime story about {_article(hero)}.",
+            f"Tell me a short story about {article(hero)} named {name}.",
+            f"Tell me a story about {article(hero)} and {article(thing)}.",
+            f"Write a short story about {name}, {article(hero)} who lives {place}.",
+            f"Write a short and simple story about {article(hero)} who finds {article(thing)}.",
+            f"Can you tell me a story about {article(hero)} and {article(other)}?",
+            f"Write a story for children. It is about {article(hero)} who likes to {activity}.",
+            f"Tell me a bedtime story about {article(hero)}.",
             f"Tell me a story about {pick.choice(words.LESSONS)}.",
-            f"Write a short story about {pick.choice(words.LESSONS)}. The hero is {_article(hero)} named {name}.",
+            f"Write a short story about {pick.choice(words.LESSONS)}. The hero is {article(hero)} named {name}.",
             "Tell me a story.",
             "Tell me a short story with a happy end.",
         ]
@@ -60,15 +60,15 @@ def story(pick: random.Random) -> Request:
     )
     opening = pick.choice(
         [
-            f"{begin} {_article(hero)} named {name}. {name} lived {place} and liked to {activity}. One day, {event}.",
-            f"{begin} {_article(hero)} named {name}. {name} loved to {activity}. One day,",
-            f"{begin} {_article(hero)} who lived {place}. One day, the {noun} found {_article(thing)}.",
+            f"{begin} {article(hero)} named {name}. {name} lived {place} and liked to {activity}. One day, {event}.",
+            f"{begin} {article(hero)} named {name}. {name} loved to {activity}. One day,",
+            f"{begin} {article(hero)} who lived {place}. One day, the {noun} found {article(thing)}.",
             f"Once upon a time, {place}, {lived}. Every day, {name} liked to {activity}.",
-            f"Once upon a time, there was {_article(hero)}. The {noun}'s name was {name}, and",
-            f"{name} was {_article(hero)} who lived {place}. One morning, {event}.",
-            f"One day, {_article(hero)} named {name} went out to {activity}. On the way, {name} met {_article(other)}.",
-            f'One day, {name} found {_article(thing)}. "What is this?" asked {name}.',
-            f"{_capital(place)}, {lived} and {_article(other)}. They were good friends.",
+            f"Once upon a time, there was {article(hero)}. The {noun}'s name was {name}, and",
+            f"{name} was {article(hero)} who lived {place}. One morning, {event}.",
+            f"One day, {article(hero)} named {name} went out to {activity}. On the way, {name} met {article(other)}.",
+            f'One day, {name} found {article(thing)}. "What is this?" asked {name}.',
+            f"{capital(place)}, {lived} and {article(other)}. They were good friends.",
             f"It was a quiet day {place}. {name} the {noun} wanted to {activity}, but {event}.",
         ]
     )
@@ -90,8 +90,8 @@ def explanation(pick: random.Random) -> Request:
             f"Write a few simple sentences about {thing}.",
         ]
     )
-    opening = _capital(thing) + pick.choice([" is", " is", " is something that", ""])
-    return Request("explanation", request, opening if opening != _capital(thing) else "")
+    opening = capital(thing) + pick.choice([" is", " is", " is something that", ""])
+    return Request("explanation", request, opening if opening != capital(thing) else "")
 
 
 def question(pick: random.Random) -> Request:
@@ -152,7 +152,7 @@ def description(pick: random.Random) -> Request:
     )
     noun = "The " + scene.split(" ", 1)[1]
     opening = pick.choice(
-        [f"{noun} is", f"{_capital(time)}, {noun.lower()} is", "", f"{noun} was quiet {time}.", "The air is"]
+        [f"{noun} is", f"{capital(time)}, {noun.lower()} is", "", f"{noun} was quiet {time}.", "The air is"]
     )
     return Request("description", request, opening)
 
@@ -163,8 +163,8 @@ def dialogue(pick: random.Random) -> Request:
     thing = pick.choice(words.OBJECTS)
     request = pick.choice(
         [
-            f"Write a short talk between {_article(first)} and {_article(second)}.",
-            f"Write a short dialogue between {_article(first)} and {_article(second)} about {_article(thing)}.",
+            f"Write a short talk between {article(first)} and {article(second)}.",
+            f"Write a short dialogue between {article(first)} and {article(second)} about {article(thing)}.",
         ]
     )
     opening = pick.choice(

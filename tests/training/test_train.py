@@ -257,6 +257,8 @@ def test_texts_of_one_run_teach_another(tmp_path: Path, monkeypatch: pytest.Monk
     for wrong, why in (
         (("--texts-only", "--max-steps", "1"), "--texts-only trains nothing"),
         (("--texts", data, "--max-steps", "1"), "holds no texts of a run"),
+        (("--texts", said["texts"], "--max-steps", "1", "--draft", "ngram"), "leave out --draft"),
+        (("--regenerate", "no", "--max-steps", "1", "--draft", "ngram"), "leave out --draft"),
     ):
         refused = run(*few, "--out", tmp_path / "no", *wrong)
         assert refused.exit_code == 2

@@ -66,6 +66,8 @@ class TrainOptions:
             object.__setattr__(self, "answers", replace(self.answers, max_len=self.row_length))
         if self.texts_only and (self.minutes, self.max_steps, self.texts) != (None, None, ()):
             raise ValueError("--texts-only trains nothing: leave out --minutes, --max-steps and --texts")
+        if self.draft is not None and (self.texts or not self.regenerate):
+            raise ValueError("--draft helps the target answer, and it is asked nothing here: leave out --draft")
         if not self.texts_only and (self.minutes is None) == (self.max_steps is None):
             raise ValueError("say how long to train: --minutes N or --max-steps N")
         if self.minutes is not None and self.minutes <= 0:

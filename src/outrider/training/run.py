@@ -258,7 +258,7 @@ class Run:
 
 def helping_drafter(options: TrainOptions) -> SpeculativeConfig | None:
     """What drafts while the target answers prompts, however little it agrees with it."""
-    if options.draft is None or not options.regenerate or options.texts:
+    if options.draft is None:
         return None
     values = {**draft_values(options.draft), "num_speculative_tokens": options.depth, "force": True}
     return SpeculativeConfig.from_dict(values)
