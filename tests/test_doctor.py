@@ -274,6 +274,25 @@ def test_measuring_leaves_no_trace(pair: LLM) -> None:
     assert not pair.engine.has_work
 
 
+def test_measuring_ends_while_rounds_are_under_way(recording: None) -> None:
+    """One of them may bring an answer's last token, to a request that nobody knows any more."""
+    asked: Any = ([1, 2, 3], SamplingParams(temperature=0, max_tokens=8))
+    with LLM(page_size=8, max_num_seqs=1, enable_prefix_caching=False) as llm:
+        assert llm.drafter is not None
+        said = llm.generate(*asked)[0].outputs[0].token_ids
+        for steps in range(1, 8):
+            seen: list[Agreement] = []
+
+            def enough(found: Agreement, seen: list[Agreement] = seen, steps: int = steps) -> bool:
+                seen.append(found)
+                return len(seen) == steps
+
+            measure_agreement(llm.engine, llm.drafter, [[7, 8], [50, 60]], 4, enough=enough)
+            assert len(seen) == steps
+            assert not llm.engine.has_work
+            assert llm.generate(*asked)[0].outputs[0].token_ids == said
+
+
 def _fail(done: int, most: int) -> None:
     raise RuntimeError("stop")
 

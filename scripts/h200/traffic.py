@@ -4,7 +4,8 @@
 
 never      a drafter that is never right, adaptive, beside plain decoding, in the engine, by number of clients
 depth      acceptance that differs from request to request: adaptive beside every fixed K (as `outrider bench depth`);
-           DEPTHS="2 3": beside these alone; LOADS="32:512:128 64:128:512": with so many clients, tokens in and out
+           DEPTHS="2 3": beside these alone; LOADS="32:512:128 64:128:512": with so many clients, tokens in and out;
+           LONG=4: so many requests of each client in a run (6)
 guided     32 requests, 8 of them with a JSON schema, beside 32 without
 equal      the same asked of the embedded pair in exact mode: the answers must be plain decoding's
 round      a round of EAGLE-3 over a plain one, at batch 8 and 32 (as `outrider bench round`)
@@ -67,7 +68,7 @@ REQUESTS = {1: 2, 4: 4} if SMOKE else {1: 2, 8: 16, 32: 64, 128: 256}  # of a ru
 CROWD, GUIDED, ROUNDS = (4, 1, 3) if SMOKE else (32, 8, 40)
 NUM_RUNS = int(os.environ.get("RUNS", "1" if SMOKE else "3"))
 RATES = (0.9, 0.1)
-LONG = 2 if SMOKE else 6  # requests of a client, where their end must not count
+LONG = int(os.environ.get("LONG", "2" if SMOKE else "6"))  # requests of a client, where their end must not count
 LOADS = os.environ.get("LOADS", f"{CROWD}:{PROMPT_LEN}:{ANSWER_LEN}").split()  # clients, tokens in and out
 SCHEMA = {
     "type": "object",

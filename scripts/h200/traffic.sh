@@ -26,7 +26,7 @@ wanted certify && wait $CERTIFYING
 export TRITON_CACHE_DIR=$CACHE/triton XDG_CACHE_HOME=$CACHE # what the start compiled is there for all others
 shared=()
 for part in never depth guided; do wanted $part && shared+=("$part"); done
-[ ${#shared[@]} -gt 0 ] && step engines 280 "$PY" $HERE/traffic.py "${shared[@]}"
+[ ${#shared[@]} -gt 0 ] && step engines 420 "$PY" $HERE/traffic.py "${shared[@]}"
 wanted round && step round 90 "$PY" $HERE/traffic.py round
 wanted equal && step equal 60 "$PY" $HERE/traffic.py equal
 wanted http && step http 180 "$PY" $HERE/traffic.py http

@@ -165,6 +165,8 @@ def _observing(engine: Engine, drafter: Drafter) -> Iterator[Observed]:
         with engine.drafting_with(FixedDepth(drafter.lookahead), observed):
             yield observed
     finally:
+        for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
+            engine.scheduler.abort(request)  # rounds under way are nobody's from now on: another scheduler follows
         engine.scheduler = before
 
 

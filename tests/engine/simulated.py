@@ -29,6 +29,7 @@ from outrider.types import Outcome, RoundShape
 LOOKAHEAD, NUM_FLYING, NUM_MISSABLE, NUM_PROMPT_ROWS = 5, 2, 64, 1024
 RIGHT, WRONG = 1, 0  # tokens: the target always says the former
 Rate = Callable[[int, float], float]  # of a request, given its number and when it was sent
+Milliseconds = Callable[[RoundShape, int], float]  # of a round, and how many rows of prompts it reads
 
 # Milliseconds, 8B on an H200, fitted to 11,500 rounds of traffic there with fixed and with other depths: 5.6 for 32
 # requests, 6.7 with two drafts each, 7.2 to 8.2 with five of which 16 to 128 are judged; beside prompts 20.5 and 25.3
@@ -51,6 +52,12 @@ def milliseconds(shape: RoundShape, num_prompt_rows: int) -> float:
         took += DRAFTER + (DRAFTER_STEP + DRAFTER_SEAT * shape.num_seats) * shape.depth
         took += DRAFTER_PROMPT_ROW * num_prompt_rows
     return took
+
+
+def small_milliseconds(shape: RoundShape, num_prompt_rows: int) -> float:
+    """The same for a target of 135M parameters: drafts are dear beside it, and all is over soon."""
+    took = 0.93 + 0.006 * shape.num_seats + 0.0007 * shape.num_rows + 0.0017 * num_prompt_rows
+    return took if shape.rests else took + 0.1 + 0.16 * shape.depth + 0.0012 * num_prompt_rows
 
 
 class SimulatedDrafting(Drafting):
@@ -115,6 +122,7 @@ class SimulatedEngine:
         self._flights: deque[SimulatedFlight] = deque()
         self.rounds: list[tuple[RoundShape, float, int]] = []  # seconds, and tokens, of every round
         self._max_len = max_len
+        self.milliseconds: Milliseconds = milliseconds
 
     def add(self, request: Request) -> None:
         rate = self.rate(request.seed, self.now)
@@ -152,7 +160,7 @@ class SimulatedEngine:
         read = sum(work.pending for work in plan if not work.is_round)
         for work in plan:
             work.allowed = min(work.allowed, shape.depth)
-        took = milliseconds(shape, read) / 1e3 + self.drafting.seconds
+        took = self.milliseconds(shape, read) / 1e3 + self.drafting.seconds
         self.drafting.seconds = 0.0
         self._busy_until = max(self._busy_until, begin) + took
         flight = SimulatedFlight(plan, shape, begin, None, over=self._busy_until, num_prompt_rows=read)
@@ -213,10 +221,12 @@ class Traffic:
     prompt: int = 512
     answer: int = 128
     think: float = 0.02
+    milliseconds: Milliseconds = milliseconds
 
     def run(self, policy: DepthPolicy, *, begin: int = 0, seed: int = 0) -> tuple[float, SimulatedEngine]:
         """Tokens a second while all clients are busy, but for the first `begin` requests."""
         engine = SimulatedEngine(policy, self.clients, self.rate, self.prompt + self.answer + 16, seed)
+        engine.milliseconds = self.milliseconds
         clients = Clients(Load(self.num_requests, 0, self.clients, None, seed, self.think))
         params = SamplingParams(max_tokens=self.answer, temperature=0, ignore_eos=True)
         running = num_ended = num_sent = num_rounds = 0

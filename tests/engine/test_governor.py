@@ -270,6 +270,15 @@ def test_survival_begins_with_the_average() -> None:
     assert np.allclose(survival.of(np.array([0])), survival.of(np.array([2])))
 
 
+@pytest.mark.parametrize("count", [1, 32])
+def test_one_round_that_disappoints_says_little(count: int) -> None:
+    """However many requests were in it: they have all begun at the same time."""
+    survival = Survival(count, 2)
+    for right in (2, 2, 2, 0):  # of which the last one is compared with what was expected
+        survival.add([Judged(slot, 2, right, min(right + 1, 2)) for slot in range(count)])
+    assert 0.85 < survival.trust < 0.95
+
+
 def test_requests_as_they_come_include_those_that_left() -> None:
     """Whether another has their slot or not; and each counts once, however long it stays."""
     survival = Survival(4, 2)

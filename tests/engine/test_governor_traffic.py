@@ -4,9 +4,11 @@ a GPU. It is compared with plain decoding and with every depth that is the same 
 from __future__ import annotations
 
 import functools
+import random
+import statistics
 
 import pytest
-from simulated import LOOKAHEAD, Rate, SimulatedEngine, Traffic
+from simulated import LOOKAHEAD, Rate, SimulatedEngine, Traffic, small_milliseconds
 
 from outrider.engine.governor import Governor
 from outrider.engine.policy import FixedDepth
@@ -95,6 +97,29 @@ def test_few_clients_whose_drafts_pay_a_little(clients: int) -> None:
     assert best > 1.1 * asked.run(Plain())[0]
     for seed in (0, 1, 2):
         assert asked.run(Governor(LOOKAHEAD, clients + 1), seed=seed)[0] > 0.97 * best
+
+
+def alike(mean: float) -> Rate:
+    """Requests that differ a little."""
+    return lambda number, now: mean + random.Random(number).uniform(-0.2, 0.2)
+
+
+def test_a_bad_beginning_does_not_end_it() -> None:
+    """Beside a small target a rest is decided on within a twentieth of a second, and an answer's first words say little
+    of the others: drafts that seem to lose a little are made a little longer."""
+    asked = Traffic(1, alike(0.5), 24, 64, 128, 0.0, small_milliseconds)
+    plain = asked.run(Plain())[0]
+    assert max(asked.run(FixedDepth(depth))[0] for depth in (1, 2, 5)) > 1.15 * plain
+    assert all(asked.run(Governor(LOOKAHEAD, 2), seed=seed)[0] > 1.12 * plain for seed in range(8))
+
+
+@pytest.mark.parametrize("clients", [1, 8])
+def test_patience_costs_little(clients: int) -> None:
+    asked = Traffic(clients, alike(0.2), 24 * clients, 64, 128, 0.0, small_milliseconds)
+    plain = asked.run(Plain())[0]
+    assert (
+        statistics.mean(asked.run(Governor(LOOKAHEAD, clients + 1), seed=seed)[0] for seed in range(4)) > 0.975 * plain
+    )
 
 
 @pytest.mark.parametrize("clients", [1, 2, 4])

@@ -22,6 +22,8 @@ SETTLING_SECONDS = 0.008  # of a rest, which say nothing: a CPU's caches fill wi
 MARGIN = 1.03  # a depth must be so much better than the one that is in use
 REST_MARGIN = 1.1  # and so much no drafts at all, where they pay for requests as they come
 HOPE = 0.5  # standard errors by which drafts must be found worse than none, where one request is alone
+PATIENCE = 0.01  # seconds that drafts of one request may seem to lose, once: of a text's beginning they say little
+HOPELESS = 0.1  # share of a round's time: drafts that seem to lose so much get no such time
 REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
 REVIEW_SECONDS, RARE_SECONDS = 0.03, 0.1  # and seconds at least: a decision takes a host half a millisecond
 TRIAL_BUDGET = 0.005  # share of the time that trials may cost of which nothing new is expected
@@ -44,6 +46,7 @@ class SizeStats:
     next_loss: float = 0.0  # seconds that the next trial will cost, as far as is known
     loss: float = 0.0  # that the trial has cost so far
     losses: dict[int, float] = field(default_factory=dict)  # that the last trial of a depth has cost
+    excess: float = 0.0  # share of a round's time that drafts seem to lose, and are made all the same
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Governor:
         self._num_rounds = 0
         self._allotted: tuple[int, list[int], int] | None = None  # for which depth, to whom, and when, was it said last
         self._credit = 0.0  # seconds that trials may cost
+        self._patience = PATIENCE  # seconds that drafts may still seem to lose
         self._follow_loss = 0.0  # seconds that it has cost to follow a text for the sake of a trial
         self._has_followed = False  # some running request could be drafted for
         self._num_prompt_rows = self._num_tokens = 0.0  # of the last rounds
@@ -224,6 +228,8 @@ class Governor:
         size.seconds += landed.seconds
         self._num_rounds += 1
         self._credit += TRIAL_BUDGET * landed.seconds
+        if landed.depth:
+            self._patience -= size.excess * landed.seconds * landed.num_requests  # many say more
         if size.trial is not None:
             self._note_trial(number, size, landed, is_settled=is_settled)
         elif landed.depth == size.depth == 0 and not landed.rests:  # the drafter follows a text for the sake of a trial
@@ -256,8 +262,12 @@ class Governor:
         best = min(found, key=lambda depth: found[depth].token_seconds)
         if found[best].token_seconds * MARGIN >= now.token_seconds and 0 in found and not size.pays:
             best = 0  # drafts that bring nothing are not made
-        if best == 0 < size.depth and self._may_pay(number, requests, found[0]):
-            best = min(found.keys() - {0}, key=lambda depth: found[depth].token_seconds)
+        size.excess = 0.0
+        if best == 0 < size.depth:
+            other = min(found.keys() - {0}, key=lambda depth: found[depth].token_seconds)
+            excess = max(1 - found[0].token_seconds / found[other].token_seconds, 0.0)
+            if (self._patience > 0 and excess < HOPELESS) or self._may_pay(number, requests, found[0]):
+                best, size.excess = other, excess
         if best == 0:  # those who come will soon be others
             margin = REST_MARGIN if size.pays else 1.0
         else:

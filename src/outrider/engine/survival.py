@@ -16,7 +16,7 @@ WINDOW = 48  # drafts of a request that its record looks back on
 BATCH_WINDOW = 256  # drafts that the average of all looks back on
 CHECK_INTERVAL = 4  # rounds of which one is compared with what was expected
 EXPECTED_DECAY = 1 - 1 / 32  # of the tokens that were expected, from one of them to the next
-INITIAL_EXPECTED = 16.0  # tokens at first that came as they were expected
+INITIAL_CHECKS = 8  # before the first one, in which as many tokens came as were expected
 PRIOR_DRAFTS = 3.0  # drafts of its own that the average counts as much as
 INITIAL_ACCEPTANCE = 0.7  # what a position counts as that was never seen
 FADED_DRAFTS = 1.5  # drafts that what is known counts as much as, when it may be out of date
@@ -37,7 +37,7 @@ class Survival:
         self._all_right *= INITIAL_ACCEPTANCE
         self._keep = (1 - 1 / BATCH_WINDOW) ** np.arange(num_slots + 1)  # after so many drafts
         self._column = np.arange(lookahead)
-        self._expected = self._accepted = INITIAL_EXPECTED  # tokens of the last rounds that were checked
+        self._expected = self._accepted = 0.0  # tokens of the last rounds that were checked
         self._num_added = 0
         self._record = max(RECORD, num_slots)
         self._latest = np.zeros(num_slots, dtype=np.int64)  # when something was added for each slot
@@ -58,8 +58,11 @@ class Survival:
         self._num_added += 1
         if self._num_added % CHECK_INTERVAL == 0:
             was_judged = self._column < told[:, 1:2]
-            self._expected = self._expected * EXPECTED_DECAY + (self.of(rows) * was_judged).sum()
-            self._accepted = self._accepted * EXPECTED_DECAY + (new[:, 0] & was_judged).sum()
+            expected = float((self.of(rows) * was_judged).sum())
+            if not self._expected:
+                self._expected = self._accepted = INITIAL_CHECKS * expected
+            self._expected = self._expected * EXPECTED_DECAY + expected
+            self._accepted = self._accepted * EXPECTED_DECAY + float((new[:, 0] & was_judged).sum())
         known = self._tables[rows]
         self._tables[rows] = np.where(new[:, 1:], known * (1 - 1 / WINDOW) + new, known)
         self._latest[rows] = self._num_added
@@ -70,7 +73,7 @@ class Survival:
     @property
     def trust(self) -> float:
         """How many of the tokens that were expected have come: whoever picks the best of many is a little deceived."""
-        return min(max(self._accepted / self._expected, 0.5), 1.2)
+        return min(max(self._accepted / self._expected, 0.5), 1.2) if self._expected else 1.0
 
     def of(self, rows: np.ndarray, hope: float = 0.0) -> np.ndarray:
         """The chance that each token of a draft is accepted, by slot, [B, K]; it falls from token to token. `hope`:
