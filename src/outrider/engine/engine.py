@@ -102,6 +102,7 @@ class Engine:
             drafting.bind(self.runner, None)
         self._max_flying = 1 if config.torch_device.type == "cpu" and self.graphs is None else MAX_FLYING
         self._max_flying = max(self._max_flying, limits.num_groups)
+        self._num_first = 0  # recordings that were made, or replayed for the first time, as far as was heeded
         self._flights: deque[Flight] = deque()
         self.stopwatch = Stopwatch()
         self._grammars: Grammars | None = None
@@ -197,7 +198,6 @@ class Engine:
         work = plan.work
         if self.orders is not None:
             self.orders.waits = not (self._is_staged and self._flights)
-        num_made = 0 if self.graphs is None else self.graphs.num_made
         self._place(plan)
         rests = self.drafting.rests(work, depth)
         if rests:
@@ -205,10 +205,9 @@ class Engine:
         else:
             self.drafting.catch_up([each.request for each in work])
         parts, shape = self._parts(work, depth, rests=rests)
-        if self.graphs is not None and self.graphs.num_made > num_made:
-            self.stopwatch.disturb()
         parts.forward()
         flight = Flight(work, shape, begin, parts)
+        self._heed_recordings(flight)
         if not any(_waits_for_outcome(each.request) for each in work):
             self._finish(flight)
         return flight
@@ -228,6 +227,14 @@ class Engine:
         flight.left = parts, said
         if not self._is_staged:
             flight.end(self.parts)
+        self._heed_recordings(flight)
+
+    def _heed_recordings(self, flight: Flight) -> None:
+        """What rounds take says nothing while something is recorded, or is replayed for the first time."""
+        if self.graphs is not None and self.graphs.num_first > self._num_first:
+            self._num_first = self.graphs.num_first
+            self.stopwatch.disturb()
+            flight.is_first = True
 
     def _hear(self, flight: Flight) -> None:
         """In stages, the last one does the rest of a round, and tells: all others hear of it when it lands."""

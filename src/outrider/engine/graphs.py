@@ -66,6 +66,7 @@ class Recording:
     graph: torch.cuda.CUDAGraph
     outcomes: Tensor | None  # of the last part: [R, B, ...] on the host, see Mail
     generation: int  # of the options' table
+    is_used: bool = False  # it was replayed before
 
 
 class Graphs:
@@ -90,6 +91,7 @@ class Graphs:
         self._stream: torch.cuda.Stream | None = None  # that recordings are made on
         self.num_launched = 0
         self.num_made = 0  # recordings, those included that were made again
+        self.num_first = 0  # of them, and replays that were a recording's first: the driver then sends it to the device
         self.record_seconds = dict.fromkeys(Part, 0.0)  # spent on recording, and on compiling kernels for it
         self._cleared: set[RoundShape] = set()  # of which everything that is made only once has been made
         self._unused = 0  # bytes that recordings hold on to, when what else was unused was given back last
@@ -164,7 +166,7 @@ class Graphs:
             key = self._missed_key(num_seats, next((size for size in MISSED_ROWS if size >= num_rows), num_rows))
             self._prepare([key])
             place = self.seat(part, key.shape)
-            self._recordings[key].graph.replay()
+            self._replay(self._recordings[key])
             self.mailbox.ended(place)
 
     def _missed_key(self, num_seats: int, num_rows: int) -> GraphKey:
@@ -180,9 +182,14 @@ class Graphs:
     def replay(self, key: GraphKey) -> Recording:
         """Does a part of a round."""
         recording = self._recordings[key]
-        recording.graph.replay()
+        self._replay(recording)
         self._latest.append(recording)
         return recording
+
+    def _replay(self, recording: Recording) -> None:
+        self.num_first += not recording.is_used
+        recording.is_used = True
+        recording.graph.replay()
 
     @property
     def num_recordings(self) -> int:
@@ -265,6 +272,7 @@ class Graphs:
                 self._recordings[key] = self._record(key)
                 self.record_seconds[key.part] += time.perf_counter() - begin
                 self.num_made += 1
+                self.num_first += 1
 
     def _run(self, key: GraphKey) -> Tensor | None:
         runner, buffers, shape = self._runner, self.buffers, key.shape
