@@ -22,8 +22,8 @@ SETTLING_SECONDS = 0.008  # of a rest, which say nothing: a CPU's caches fill wi
 MARGIN = 1.03  # a depth must be so much better than the one that is in use
 REST_MARGIN = 1.1  # and so much no drafts at all, where they pay for requests as they come
 HOPE = 0.5  # standard errors by which drafts must be found worse than none, where one request is alone
-PATIENCE = 0.01  # seconds that drafts of one request may seem to lose, once: of a text's beginning they say little
-HOPELESS = 0.1  # share of a round's time: drafts that seem to lose so much get no such time
+PATIENCE = 0.02  # seconds that drafts of one request may seem to lose, once: of a text's beginning they say little
+HOPELESS = 0.2  # share of a round's time: drafts that seem to lose so much get no such time
 REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
 REVIEW_SECONDS, RARE_SECONDS = 0.03, 0.1  # and seconds at least: a decision takes a host half a millisecond
 TRIAL_BUDGET = 0.005  # share of the time that trials may cost of which nothing new is expected
@@ -265,7 +265,7 @@ class Governor:
         size.excess = 0.0
         if best == 0 < size.depth:
             other = min(found.keys() - {0}, key=lambda depth: found[depth].token_seconds)
-            excess = max(1 - found[0].token_seconds / found[other].token_seconds, 0.0)
+            excess = max(1 - found[0].token_seconds / found[other].token_seconds, MARGIN - 1)  # less cannot be told
             if (self._patience > 0 and excess < HOPELESS) or self._may_pay(number, requests, found[0]):
                 best, size.excess = other, excess
         if best == 0:  # those who come will soon be others
