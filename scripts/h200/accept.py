@@ -1,6 +1,10 @@
 """The embedded pair's accept length with pages in 16 and in 8 bits, and how far such a figure strays by itself.
 
-    PYTHONPATH=src python scripts/h200/accept.py
+    PROMPTS="mt_bench.jsonl gsm8k.jsonl" PYTHONPATH=src python scripts/h200/accept.py
+
+Prompts: first turns of these files (chat JSONL), or, without any, those that the embedded head has learnt from. It knows
+what the target says to the latter almost by heart: whatever stirs the target's numbers leads it away from that, and the
+accept length falls, which it does not elsewhere (docs/diary.md).
 
 Answers of a small model are chaotic: a last bit that differs changes a token sooner or later, and all that follows. So
 every engine is asked several times: for the same answers in other company, where products round differently, and for
@@ -12,6 +16,8 @@ away (docs/diary.md). The same in bfloat16 is told behind it."""
 
 from __future__ import annotations
 
+import os
+import random
 import statistics
 import sys
 from collections.abc import Sequence
@@ -23,9 +29,12 @@ from common import SMOKE, say
 from outrider import LLM, SamplingParams
 from outrider.pair import DEFAULT_DIRECTORY
 from outrider.sampling_params import Speculation
+from outrider.training.conversations import read_conversations
 
 K = 5
+FILES = [Path(name) for name in os.environ.get("PROMPTS", "").split()]
 NUM_PROMPTS, NUM_TOKENS, AT_ONCE = (6, 12, 6) if SMOKE else (512, 128, 128)
+MOST_LETTERS = 600  # of a prompt: contexts of the embedded pair are short
 WANTED = 0.01  # of the accept length in 16 bits
 
 
@@ -42,11 +51,15 @@ PASSES = [*SAME, Pass("other prompts", seed=8), Pass("more prompts", seed=9)]
 
 
 def prompts_of(each: Pass) -> list[str]:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from default_model.prompts import requests
+    if FILES:
+        known = [conversation.asked()[0][1] for path in FILES for conversation in read_conversations(path, None)]
+        prompts = random.Random(each.seed).sample([text for text in known if len(text) < MOST_LETTERS], NUM_PROMPTS)
+    else:
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from default_model.prompts import requests
 
-    source = requests(each.seed)
-    prompts = [next(source).text for _ in range(NUM_PROMPTS)]
+        source = requests(each.seed)
+        prompts = [next(source).text for _ in range(NUM_PROMPTS)]
     return prompts[::-1] if each.backwards else prompts
 
 

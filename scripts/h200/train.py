@@ -290,6 +290,9 @@ def figures(name: str) -> dict[str, Any]:
 def speed() -> None:
     short = ["--speed-batches", 1, "--runs", 1] if SMOKE else ["--speed-batches", 6, "--runs", 3, "--limit", 64]
     run_all({"speed": measuring("speed", drafters(), "--only", "speed", "--against", "", *short)}, 200, alone=True)
+    for line in (STATE / "logs" / "speed.err").read_text(errors="replace").splitlines():
+        if "left out" in line:
+            say(line)
     tell_speed("speed")
 
 
