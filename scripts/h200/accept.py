@@ -2,9 +2,9 @@
 
     PROMPTS="mt_bench.jsonl gsm8k.jsonl" PYTHONPATH=src python scripts/h200/accept.py
 
-Prompts: first turns of these files (chat JSONL), or, without any, those that the embedded head has learnt from. It knows
-what the target says to the latter almost by heart: whatever stirs the target's numbers leads it away from that, and the
-accept length falls, which it does not elsewhere (docs/diary.md).
+Prompts: first turns of these files (chat JSONL), or, without any, those that the embedded head has learnt from. It
+knows what the target says to the latter almost by heart: whatever stirs the target's numbers leads it away from that,
+and the accept length falls, which it does not elsewhere (docs/diary.md).
 
 Answers of a small model are chaotic: a last bit that differs changes a token sooner or later, and all that follows. So
 every engine is asked several times: for the same answers in other company, where products round differently, and for
