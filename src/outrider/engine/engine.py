@@ -102,7 +102,6 @@ class Engine:
             drafting.bind(self.runner, None)
         self._max_flying = 1 if config.torch_device.type == "cpu" and self.graphs is None else MAX_FLYING
         self._max_flying = max(self._max_flying, limits.num_groups)
-        self._num_first = 0  # recordings that were made, or replayed for the first time, as far as was heeded
         self._flights: deque[Flight] = deque()
         self.stopwatch = Stopwatch()
         self._grammars: Grammars | None = None
@@ -231,8 +230,7 @@ class Engine:
 
     def _heed_recordings(self, flight: Flight) -> None:
         """What rounds take says nothing while something is recorded, or is replayed for the first time."""
-        if self.graphs is not None and self.graphs.num_first > self._num_first:
-            self._num_first = self.graphs.num_first
+        if self.graphs is not None and self.graphs.had_first():
             self.stopwatch.disturb()
             flight.is_first = True
 

@@ -91,7 +91,7 @@ class Graphs:
         self._stream: torch.cuda.Stream | None = None  # that recordings are made on
         self.num_launched = 0
         self.num_made = 0  # recordings, those included that were made again
-        self.num_first = 0  # of them, and replays that were a recording's first: the driver then sends it to the device
+        self._is_first = False  # something was recorded, or replayed for the first time, since that was asked last
         self.record_seconds = dict.fromkeys(Part, 0.0)  # spent on recording, and on compiling kernels for it
         self._cleared: set[RoundShape] = set()  # of which everything that is made only once has been made
         self._unused = 0  # bytes that recordings hold on to, when what else was unused was given back last
@@ -187,9 +187,15 @@ class Graphs:
         return recording
 
     def _replay(self, recording: Recording) -> None:
-        self.num_first += not recording.is_used
+        self._is_first |= not recording.is_used
         recording.is_used = True
         recording.graph.replay()
+
+    def had_first(self) -> bool:
+        """Whether something was recorded since this was asked last, or replayed for the first time: the driver sends
+        a recording to the device then."""
+        found, self._is_first = self._is_first, False
+        return found
 
     @property
     def num_recordings(self) -> int:
@@ -272,7 +278,7 @@ class Graphs:
                 self._recordings[key] = self._record(key)
                 self.record_seconds[key.part] += time.perf_counter() - begin
                 self.num_made += 1
-                self.num_first += 1
+                self._is_first = True
 
     def _run(self, key: GraphKey) -> Tensor | None:
         runner, buffers, shape = self._runner, self.buffers, key.shape
