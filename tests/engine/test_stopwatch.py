@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from environment import MEASURED_LAP
-from replay import Again, Replays
+from replay import Replays
 
 from outrider import LLM, SamplingParams
 from outrider.engine.flight import Flight
@@ -41,7 +41,7 @@ def test_rounds_under_way_while_something_else_is_done_are_not_timed() -> None:
 
 
 def launched(when: float) -> Flight:
-    return SimpleNamespace(launched=when, is_first=False)  # type: ignore[return-value]
+    return SimpleNamespace(launched=when)  # type: ignore[return-value]
 
 
 class Noted(Governor):
@@ -77,34 +77,3 @@ def test_a_governor_is_not_told_what_recordings_take(monkeypatch: pytest.MonkeyP
     assert disturbed
     assert any(each.judged for each in disturbed)  # what drafts were worth counts all the same
     assert all(each.seconds < RECORDING for each in policy.heard)
-
-
-@pytest.mark.usefixtures("recording")
-def test_a_governor_is_not_told_what_first_replays_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver sends a recording to the device when it is replayed first: beside a small target that takes as long as a
-    round, and drafts would seem dear."""
-    replay, seen, slow = Again.replay, set[GraphKey](), list[GraphKey]()
-    policy: Noted | None = None
-
-    def slowly(again: Again) -> None:
-        if policy is not None and again.key not in seen:
-            time.sleep(RECORDING)
-            slow.append(again.key)
-        seen.add(again.key)
-        replay(again)
-
-    monkeypatch.setattr(Again, "replay", slowly)
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-    with LLM(device="cpu", max_num_seqs=1, max_model_len=64, watchdog=None) as llm:
-        llm.warm_up()
-        engine = llm.engine
-        assert engine.graphs is not None
-        num_made, engine.stopwatch = engine.graphs.num_made, Watch()
-        policy = Noted(engine.lookahead, engine.cache.shape.num_slots)
-        with engine.drafting_with(policy):
-            for _ in range(3):
-                llm.generate("Once upon a time", params)
-        assert engine.graphs.num_made == num_made
-    assert slow
-    assert all(each.seconds < RECORDING for each in policy.heard)
-    assert [each.seconds > 0 for each in policy.heard].count(True) > len(policy.heard) // 2

@@ -197,6 +197,7 @@ class Engine:
         work = plan.work
         if self.orders is not None:
             self.orders.waits = not (self._is_staged and self._flights)
+        num_made = 0 if self.graphs is None else self.graphs.num_made
         self._place(plan)
         rests = self.drafting.rests(work, depth)
         if rests:
@@ -204,9 +205,10 @@ class Engine:
         else:
             self.drafting.catch_up([each.request for each in work])
         parts, shape = self._parts(work, depth, rests=rests)
+        if self.graphs is not None and self.graphs.num_made > num_made:
+            self.stopwatch.disturb()
         parts.forward()
         flight = Flight(work, shape, begin, parts)
-        self._heed_recordings(flight)
         if not any(_waits_for_outcome(each.request) for each in work):
             self._finish(flight)
         return flight
@@ -226,13 +228,6 @@ class Engine:
         flight.left = parts, said
         if not self._is_staged:
             flight.end(self.parts)
-        self._heed_recordings(flight)
-
-    def _heed_recordings(self, flight: Flight) -> None:
-        """What rounds take says nothing while something is recorded, or is replayed for the first time."""
-        if self.graphs is not None and self.graphs.had_first():
-            self.stopwatch.disturb()
-            flight.is_first = True
 
     def _hear(self, flight: Flight) -> None:
         """In stages, the last one does the rest of a round, and tells: all others hear of it when it lands."""

@@ -27,7 +27,6 @@ class Flight:
     landed: torch.cuda.Event | None = None  # None: it has
     logits: Tensor | None = None  # [L, V] of the judged rows, where somebody asks for log-probabilities
     hidden: Hidden | None = None  # of all rows, where somebody asks for those of a prompt
-    is_first: bool = False  # something of it was recorded for it, or is replayed for the first time
 
     @property
     def is_wanted(self) -> bool:

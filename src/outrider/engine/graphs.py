@@ -21,6 +21,7 @@ from outrider.engine.request import Request, Work
 from outrider.engine.round import Round
 from outrider.engine.round_sizes import FEW_SEATS, MISSED_ROWS, NUM_ROWS, rows_between, seat_sizes
 from outrider.engine.runner import Runner
+from outrider.kernels.gpu.upload import upload
 from outrider.kernels.mail import take_seats
 from outrider.kernels.round import NUM_COUNTS
 from outrider.types import Hidden, RoundShape
@@ -66,7 +67,6 @@ class Recording:
     graph: torch.cuda.CUDAGraph
     outcomes: Tensor | None  # of the last part: [R, B, ...] on the host, see Mail
     generation: int  # of the options' table
-    is_used: bool = False  # it was replayed before
 
 
 class Graphs:
@@ -91,7 +91,6 @@ class Graphs:
         self._stream: torch.cuda.Stream | None = None  # that recordings are made on
         self.num_launched = 0
         self.num_made = 0  # recordings, those included that were made again
-        self._is_first = False  # something was recorded, or replayed for the first time, since that was asked last
         self.record_seconds = dict.fromkeys(Part, 0.0)  # spent on recording, and on compiling kernels for it
         self._cleared: set[RoundShape] = set()  # of which everything that is made only once has been made
         self._unused = 0  # bytes that recordings hold on to, when what else was unused was given back last
@@ -166,7 +165,7 @@ class Graphs:
             key = self._missed_key(num_seats, next((size for size in MISSED_ROWS if size >= num_rows), num_rows))
             self._prepare([key])
             place = self.seat(part, key.shape)
-            self._replay(self._recordings[key])
+            self._recordings[key].graph.replay()
             self.mailbox.ended(place)
 
     def _missed_key(self, num_seats: int, num_rows: int) -> GraphKey:
@@ -182,20 +181,9 @@ class Graphs:
     def replay(self, key: GraphKey) -> Recording:
         """Does a part of a round."""
         recording = self._recordings[key]
-        self._replay(recording)
+        recording.graph.replay()
         self._latest.append(recording)
         return recording
-
-    def _replay(self, recording: Recording) -> None:
-        self._is_first |= not recording.is_used
-        recording.is_used = True
-        recording.graph.replay()
-
-    def had_first(self) -> bool:
-        """Whether something was recorded since this was asked last, or replayed for the first time: the driver sends
-        a recording to the device then."""
-        found, self._is_first = self._is_first, False
-        return found
 
     @property
     def num_recordings(self) -> int:
@@ -278,7 +266,6 @@ class Graphs:
                 self._recordings[key] = self._record(key)
                 self.record_seconds[key.part] += time.perf_counter() - begin
                 self.num_made += 1
-                self._is_first = True
 
     def _run(self, key: GraphKey) -> Tensor | None:
         runner, buffers, shape = self._runner, self.buffers, key.shape
@@ -326,6 +313,7 @@ class Graphs:
         with self._capturing(graph):
             outcomes = self._run(key)
         self._pool = self._pool or graph.pool()
+        upload(graph)
         return Recording(graph, outcomes, self._runner.options.generation)
 
     @contextmanager

@@ -21,7 +21,6 @@ class Stopwatch:
 
     def lap(self, flight: Flight, end: float) -> float:
         """Seconds of a round that is over since `end`. It has kept everybody waiting since its planning began, or since
-        the one before was over. 0: nobody can tell, since it was disturbed, or is the first of its kind, which the
-        driver sends to the device before it begins."""
+        the one before was over. 0: nobody can tell, since it was disturbed."""
         begin, self._last = max(flight.launched, self._last), end
-        return end - begin if begin >= self._disturbed and not flight.is_first else 0.0
+        return end - begin if begin >= self._disturbed else 0.0
