@@ -100,8 +100,9 @@ def test_what_cannot_be_recorded_is_computed_as_it_is(
         assert trainer.record.read()["loss"] < first
 
 
+@pytest.mark.parametrize("lk", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
-def test_the_compiled_head_and_loss(softcap: float) -> None:
+def test_the_compiled_head_and_loss(softcap: float, lk: bool) -> None:
     """More tokens than a program looks at at a time, and no multiple of it."""
     torch.manual_seed(0)
     hidden = torch.randn(33, 64, device="cuda", requires_grad=True)
@@ -109,7 +110,8 @@ def test_the_compiled_head_and_loss(softcap: float) -> None:
     found = []
     for function in (head_loss, head_loss_reference):
         states = torch.linspace(-1, 1, 33 * 64, device="cuda").view(33, 64)
-        loss = function(hidden, HeadMatrix(head, softcap), states, HeadMatrix(teacher), Divergence(0.6, 0.4))
+        divergence = Divergence(0.6, 0.4, lk)
+        loss = function(hidden, HeadMatrix(head, softcap), states, HeadMatrix(teacher), divergence)
         (gradient,) = torch.autograd.grad(loss.loss.sum(), hidden)
         found.append((loss.loss.detach(), loss.surprise, loss.agreed.float(), gradient))
     for one, other in zip(*found, strict=True):

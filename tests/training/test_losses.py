@@ -255,7 +255,7 @@ def test_speculators_format_means_the_same(
 @pytest.mark.parametrize("kept", [0, 350])  # of 350 slopes
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-@pytest.mark.parametrize("divergence", [Divergence(1.0, 0.0), Divergence(0.3, 0.7)])
+@pytest.mark.parametrize("divergence", [Divergence(1.0, 0.0), Divergence(0.3, 0.7), Divergence(0.6, 0.4, lk=True)])
 def test_the_fused_head_and_loss(
     softcap: float, divergence: Divergence, fused: bool, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

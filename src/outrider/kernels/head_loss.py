@@ -12,15 +12,19 @@ from torch import Tensor
 from outrider.kernels.dispatch import use_triton
 
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}  # logits that are looked at at a time
+FADING = 3.0  # of the Kullback-Leibler divergence in the LK hybrid, with the overlap
 KEPT_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # where there are no more, slopes are kept for the way back
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """soft: Kullback-Leibler divergence from the target's distribution; hard: cross entropy to its best token."""
+    """soft: Kullback-Leibler divergence from the target's distribution; hard: cross entropy to its best token. lk: soft
+    is the LK hybrid: the more of the two distributions overlaps, the more of it is total variation, which is what keeps
+    sampled drafts from standing, and the less is that divergence, which leads there from afar."""
 
     soft: float = 1.0
     hard: float = 0.0
+    lk: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,10 @@ def head_loss_reference(
     log_probs, wanted, best = logits.log_softmax(-1), taught.log_softmax(-1), taught.argmax(-1)
     surprise = -log_probs.gather(-1, best[:, None])[:, 0]
     soft = (wanted.exp() * (wanted - log_probs)).sum(-1)
+    if divergence.lk:
+        overlap = torch.minimum(wanted.exp(), log_probs.exp()).sum(-1)
+        share = torch.exp(-FADING * overlap.detach())
+        soft = share * soft + (1 - share) * (1 - overlap)
     return HeadLoss(divergence.soft * soft + divergence.hard * surprise, surprise.detach(), logits.argmax(-1) == best)
 
 
@@ -79,21 +87,29 @@ class _Chunks:
 
     def compare(self, hidden: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """hidden [n, H] -> loss, surprise and agreement [n], and the loss' gradient by the head's product [n, V]."""
-        soft, hard, cap = self.divergence.soft, self.divergence.hard, self.head.softcap
-        states = self.teacher[rows]
+        divergence, cap = self.divergence, self.head.softcap
+        soft, hard, states = divergence.soft, divergence.hard, self.teacher[rows]
         if use_triton(hidden):
             from outrider.kernels.gpu import head_loss as gpu
 
             capped = self.teacher_head.softcap != 0
             taught = self.teacher_head.logits(states) if capped else self.teacher_head.product(states)
             slope = self.head.product(hidden)
-            return *gpu.compare(slope, taught, soft, hard, cap), slope
+            return *gpu.compare(slope, taught, soft, hard, cap, FADING if divergence.lk else 0.0), slope
         logits, taught = self.head.logits(hidden), self.teacher_head.logits(states)
         log_probs, wanted, best = logits.log_softmax(-1), taught.log_softmax(-1), taught.argmax(-1)[:, None]
         surprise = -log_probs.gather(-1, best)[:, 0]
         probs = wanted.exp()
-        loss = soft * (probs * (wanted - log_probs)).sum(-1) + hard * surprise
-        slope = log_probs.exp_().mul_(soft + hard).sub_(probs, alpha=soft)
+        loss, said = soft * (probs * (wanted - log_probs)).sum(-1), log_probs.exp_()
+        if divergence.lk:
+            less = said < probs
+            overlap, covered = torch.where(less, said, probs).sum(-1), (said * less).sum(-1, keepdim=True)
+            share = torch.exp(-FADING * overlap)
+            loss, share = share * loss + (1 - share) * soft * (1 - overlap), share[:, None]
+            slope = soft * (share * (said - probs) + (1 - share) * said * (covered - less.float())) + hard * said
+        else:
+            slope = said.mul_(soft + hard).sub_(probs, alpha=soft)
+        loss += hard * surprise
         slope.scatter_add_(-1, best, torch.full_like(best, -hard, dtype=slope.dtype))
         if cap:
             slope *= 1 - (logits / cap).square()

@@ -82,7 +82,7 @@ def train_command(
     warm_start: Annotated[bool, option(DRAFTER, "--warm-start/--no-warm-start", help=_WARM_HELP)] = True,
     init: Annotated[Path | None, option(DRAFTER, "--init", metavar="DIR", help=_INIT_HELP, file_okay=False)] = None,
     dialect: Annotated[str, option(DRAFTER, "--dialect", metavar="NAME", help=_DIALECT_HELP)] = "original",
-    loss: Annotated[str, option(LEARNING, "--loss", metavar="NAME", help="kl, ce or mixed.")] = "mixed",
+    loss: Annotated[str, option(LEARNING, "--loss", metavar="NAME", help="kl, ce, mixed or lk.")] = "mixed",
     row_len: Annotated[int | None, option(LEARNING, "--row-len", metavar="N", help="Tokens of a packed row.")] = None,
     tokens_per_step: Annotated[
         int | None, option(LEARNING, "--tokens-per-step", metavar="N", help="Of all processes together.")

@@ -17,7 +17,12 @@ from outrider.training.dialects import DIALECTS
 from outrider.training.optimizer import Rates
 from outrider.training.regenerate import Regeneration
 
-LOSSES = {"kl": Divergence(1.0, 0.0), "ce": Divergence(0.0, 1.0), "mixed": Divergence(0.5, 0.5)}
+LOSSES = {
+    "kl": Divergence(1.0, 0.0),
+    "ce": Divergence(0.0, 1.0),
+    "mixed": Divergence(0.5, 0.5),
+    "lk": Divergence(1.0, 0.0, lk=True),
+}
 
 
 @dataclass(frozen=True)

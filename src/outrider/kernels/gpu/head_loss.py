@@ -17,10 +17,11 @@ def _capped(logits, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _compare(
-    student, teacher, losses, surprises, agreements, size, stride, teacher_stride, soft, hard, cap,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    student, teacher, losses, surprises, agreements, size, stride, teacher_stride, soft, hard, cap, fading,
+    CAPPED: tl.constexpr, LK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Looks at a row twice: first for both sums, both best tokens and both divergences, then for the loss' slope."""
+    """Looks at a row twice: first for both sums, both best tokens and both divergences, then for the loss' slope;
+    between them, for what both distributions share, where that matters."""
     row = tl.program_id(0).to(tl.int64)
     student += row * stride
     teacher += row * teacher_stride
@@ -43,14 +44,31 @@ def _compare(
         highest, taught_highest = better, taught_better
     log_sum, taught_sum = highest + tl.log(total), taught_highest + tl.log(taught_total)
     surprise = log_sum - _capped(tl.load(student + best).to(tl.float32), cap, CAPPED)
-    tl.store(losses + row, soft * (cross / taught_total - taught_sum + log_sum) + hard * surprise)
+    apart = cross / taught_total - taught_sum + log_sum
+    share, covered = 1.0, 0.0  # of the loss that is the divergence; of the drafter's distribution, where it is lower
+    if LK:
+        over = 0.0  # of the target's distribution, where the drafter's is not lower
+        for begin in range(0, size, BLOCK):
+            said = tl.load(student + begin + place, mask=begin + place < size, other=float("-inf")).to(tl.float32)
+            taught = tl.load(teacher + begin + place, mask=begin + place < size, other=float("-inf")).to(tl.float32)
+            said = tl.where(begin + place < size, _capped(said, cap, CAPPED), float("-inf"))
+            chance, wanted = tl.exp(said - log_sum), tl.exp(taught - taught_sum)
+            covered += tl.sum(tl.where(chance < wanted, chance, 0.0))
+            over += tl.sum(tl.where(chance < wanted, 0.0, wanted))
+        share = tl.exp(-fading * (covered + over))
+        apart = share * apart + (1 - share) * (1 - covered - over)
+    tl.store(losses + row, soft * apart + hard * surprise)
     tl.store(surprises + row, surprise)
     tl.store(agreements + row, first == best)
     for begin in range(0, size, BLOCK):
         fits = begin + place < size
         said = _capped(tl.load(student + begin + place, mask=fits, other=0.0).to(tl.float32), cap, CAPPED)
         taught = tl.load(teacher + begin + place, mask=fits, other=float("-inf")).to(tl.float32)
-        slope = (soft + hard) * tl.exp(said - log_sum) - soft * tl.exp(taught - taught_sum)
+        chance, wanted = tl.exp(said - log_sum), tl.exp(taught - taught_sum)
+        slope = chance - wanted
+        if LK:
+            slope = share * slope + (1 - share) * chance * (covered - tl.where(chance < wanted, 1.0, 0.0))
+        slope = soft * slope + hard * chance
         slope -= tl.where(begin + place == best, hard, 0.0)
         if CAPPED:
             slope *= 1 - (said / cap) * (said / cap)
@@ -58,16 +76,17 @@ def _compare(
 
 
 def compare(
-    student: Tensor, teacher: Tensor, soft: float, hard: float, softcap: float = 0.0
+    student: Tensor, teacher: Tensor, soft: float, hard: float, softcap: float = 0.0, fading: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """student [n, V] products with the drafter's head, before any cap, which become the slope of the loss; teacher
-    [n, V] logits -> loss, surprise, and whether both have the same best token, [n]."""
+    [n, V] logits -> loss, surprise, and whether both have the same best token, [n]. fading: 0, or the LK hybrid's."""
     num_rows, size = student.shape
     loss, surprise = torch.empty(2, num_rows, dtype=torch.float32, device=student.device).unbind()
     agreed = torch.empty(num_rows, dtype=torch.bool, device=student.device)
     if num_rows:
         _compare[(num_rows,)](
             student, teacher, loss, surprise, agreed, size, student.stride(0), teacher.stride(0), soft, hard, softcap,
-            CAPPED=softcap != 0.0, BLOCK=min(BLOCK, triton.next_power_of_2(size)), num_warps=8,
+            fading, CAPPED=softcap != 0.0, LK=fading != 0.0, BLOCK=min(BLOCK, triton.next_power_of_2(size)),
+            num_warps=8,
         )  # fmt: skip
     return loss, surprise, agreed
