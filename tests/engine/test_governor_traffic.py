@@ -29,7 +29,7 @@ class Plain(FixedDepth):
     def __init__(self) -> None:
         super().__init__(0)
 
-    def wants(self, num_requests: int) -> bool:
+    def wants(self, num_requests: int, num_unseen: int = 0, num_left: int = 0) -> bool:
         return False
 
 

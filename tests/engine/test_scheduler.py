@@ -274,14 +274,19 @@ def test_no_round_is_planned_for_what_surely_ends() -> None:
 
 
 def test_whoever_does_without_the_drafter_finds_what_it_has_seen() -> None:
-    """And not the other way round: its own memory of those pages would be missing."""
+    """And not the other way round: its own memory of those pages would be missing. How much would have to be read again
+    is said before it is decided."""
     limits = SchedulerLimits(4, 64, 48, 4, 0, prefix_caching=True)
     scheduler = Scheduler(limits, PagePool(60))
 
-    def run(number: int, prompt: list[int], *, followed: bool) -> int:
+    def run(number: int, prompt: list[int], *, followed: bool, unseen: int = 0) -> int:
+        def follows(num_running: int, num_unseen: int, num_left: int) -> bool:
+            assert (num_running, num_unseen, num_left) == (0, unseen, 1)
+            return followed
+
         request = Request(str(number), prompt, SamplingParams(max_tokens=1), seed=0)
         scheduler.add(request)
-        plan = scheduler.next(0, follows=lambda count: followed)
+        plan = scheduler.next(0, follows=follows)
         scheduler.launched(plan.work)
         (work,) = plan.work
         request.append(1, limits.max_model_len)
@@ -293,9 +298,10 @@ def test_whoever_does_without_the_drafter_finds_what_it_has_seen() -> None:
     text = list(range(40))
     assert run(0, text[:18], followed=True) == 0
     assert run(1, text[:30], followed=False) == 16
-    assert run(2, text, followed=True) == 16  # but nothing of what only the target has seen
-    assert run(3, text, followed=False) == 36
+    assert run(2, text[:32], followed=False, unseen=12) == 28  # the first pages of the one, the others of the other
+    assert run(3, text, followed=True, unseen=16) == 16  # but nothing of what only the target has seen
+    assert run(4, text, followed=False) == 36
     other = list(range(100, 140))
-    assert run(4, other, followed=False) == 0
-    assert run(5, other, followed=True) == 0
-    assert run(6, other, followed=False) == 36
+    assert run(5, other, followed=False) == 0
+    assert run(6, other, followed=True, unseen=36) == 0
+    assert run(7, other, followed=False) == 36

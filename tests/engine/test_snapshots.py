@@ -120,7 +120,7 @@ def run(scheduler: Scheduler, requests: Sequence[Request], chance: random.Random
             scheduler.add(coming.popleft())
         while len(flights) < max_flying and scheduler.has_work:
             plan = scheduler.next(
-                limits.lookahead, flying=bool(flights), follows=lambda count: chance.random() < 0.7
+                limits.lookahead, flying=bool(flights), follows=lambda *_: chance.random() < 0.7
             )  # fmt: skip
             if not plan.work:
                 break

@@ -227,10 +227,12 @@ def test_a_path_cannot_name_another_host(routed: Routed) -> None:
 
 
 def talk(url: str, number: int) -> list[int]:
-    """A chat of two turns: cached tokens of each prompt."""
+    """A chat of two turns: cached tokens of each prompt. Questions are long and answers short, so that no draft is worth
+    reading a prompt again for."""
     messages, cached = [], []
     for turn in range(2):
-        messages.append({"role": "user", "content": f"Tell me about animal {number}, part {turn}, in some words."})
+        asked = f"Tell me about animal {number}, part {turn}, in some words. " + "It has four legs and a tail. " * 12
+        messages.append({"role": "user", "content": asked})
         body = {"messages": messages, "temperature": 0, "max_tokens": 6}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})

@@ -34,7 +34,7 @@ class RandomDepth:
 
     def admit(self, slot: int) -> None: ...
 
-    def wants(self, num_requests: int) -> bool:
+    def wants(self, num_requests: int, num_unseen: int = 0, num_left: int = 0) -> bool:
         return self._chance.random() < self._followed
 
     def depth(self, requests: Sequence[Request], row_sizes: RowSizes | None = None) -> int:

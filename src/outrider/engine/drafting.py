@@ -78,10 +78,11 @@ class Drafting:
         """Whether a round may draft nothing, though drafts pay."""
         return self.policy.adaptive and not any(request.prediction is not None for request in requests)
 
-    def follows(self, num_running: int) -> bool:
-        """Whether the drafter will follow the text of one more request beside so many. If not, it is never drafted for:
-        then even its prompt costs what it would cost without a drafter."""
-        return not self.remembers or self.policy.wants(1 + num_running)
+    def follows(self, num_running: int, num_unseen: int, num_left: int) -> bool:
+        """Whether the drafter will follow the text of one more request beside so many; the rest as in
+        DepthPolicy.wants(). If not, it is never drafted for: then even its prompt costs what it would cost without a
+        drafter."""
+        return not self.remembers or self.policy.wants(1 + num_running, num_unseen, num_left)
 
     def rests(self, plan: Sequence[Work], depth: int) -> bool:
         """Whether the drafter has nothing to do in a round: nobody wants drafts, and what it misses can be kept, or it

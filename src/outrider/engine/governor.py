@@ -28,6 +28,7 @@ REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
 REVIEW_SECONDS, RARE_SECONDS = 0.03, 0.1  # and seconds at least: a decision takes a host half a millisecond
 TRIAL_BUDGET = 0.005  # share of the time that trials may cost of which nothing new is expected
 MADE_WINDOW = 32  # rounds that the share of a draft that is made looks back on
+ANSWER = 256  # tokens that a request is expected to say, if it may
 PROMPT_WINDOW = 256  # rounds that the share of prompts looks back on
 
 
@@ -37,6 +38,7 @@ class SizeStats:
 
     depth: int  # in use
     pays: bool = True  # drafts would, if all were drafted for
+    saving: float = math.inf  # seconds that drafts save of what a token takes, if all are drafted for
     trial: int | None = None  # the depth that is tried now
     num_left: float = 0.0  # rounds of the trial
     num_rounds: int = 0  # since the last trial
@@ -178,15 +180,20 @@ class Governor:
         """Rows of prompts for each token that comes out."""
         return self._num_prompt_rows / max(self._num_tokens, 1.0)
 
-    def wants(self, num_requests: int) -> bool:
+    def wants(self, num_requests: int, num_unseen: int = 0, num_left: int = 0) -> bool:
         """Where drafts have been found not to pay, the drafter follows a text only when a trial can be afforded: so it
-        is found out should they pay again."""
+        is found out should they pay again. Nor does it where they will not save what reading a prompt again takes."""
         # those who come at once will be together, and so will those who come where others have just left
-        size = self._sizes.get(max(size_of(num_requests), self._number)) or self._latest
+        number = max(size_of(num_requests), self._number)
+        size = self._sizes.get(number) or self._latest
         if size is None:
             return True
-        affordable = self._credit >= size.next_loss + self._follow_loss  # or the trial would never come
-        wanted = size.depth > 0 or size.pays or (affordable and not self._has_followed)
+        if size.depth > 0 or size.pays:
+            again = num_unseen * self._times.prompt_seconds(number, rests=False)
+            wanted = again == 0 or again < min(num_left, ANSWER) * size.saving
+        else:
+            affordable = self._credit >= size.next_loss + self._follow_loss  # or the trial would never come
+            wanted = affordable and not self._has_followed and not num_unseen
         self._has_followed = self._has_followed or wanted
         return wanted
 
@@ -255,7 +262,10 @@ class Governor:
     def _review(self, number: int, size: SizeStats, requests: Sequence[Request]) -> None:
         """Takes the depth that looks best, or begins a trial where one is due."""
         found = self._offers(number, *self._expected(requests))
-        size.pays = self._pays(number, requests, 1.0 if size.pays else MARGIN)
+        usual = self._usual(number, requests)
+        if usual is not None:
+            size.pays = usual[1] * (1.0 if size.pays else MARGIN) < usual[0]
+            size.saving = max(usual[0] - usual[1], 0.0)
         if size.depth not in found:
             return
         now = found[size.depth]
@@ -328,16 +338,15 @@ class Governor:
         hopeful = self._offers(number, *self._expected(requests, HOPE / math.sqrt(len(requests))))
         return any(offer.token_seconds < plain.token_seconds for depth, offer in hopeful.items() if depth)
 
-    def _pays(self, number: int, requests: Sequence[Request], margin: float) -> bool:
-        """Whether drafts would pay if all requests were drafted for, and were as they come. Those whose drafts stand
-        leave sooner."""
+    def _usual(self, number: int, requests: Sequence[Request]) -> tuple[float, float] | None:
+        """Seconds that a token takes without drafts, and with them, if all requests were drafted for, and were as they
+        come. Those whose drafts stand leave sooner."""
         usual = self._survival.usual(np.array([request.slot for request in requests]))
         stay = 1 / (1 + usual.sum(1))
         found = self._offers(number, usual, len(requests) * stay / stay.sum())
         if 0 not in found or len(found) < 2:
-            return True
-        best = min(offer.token_seconds for depth, offer in found.items() if depth)
-        return best * margin < found[0].token_seconds
+            return None
+        return found[0].token_seconds, min(offer.token_seconds for depth, offer in found.items() if depth)
 
     def _offers(self, number: int, survival: np.ndarray, many: np.ndarray) -> dict[int, Offer]:
         """What each depth has to offer, as far as is known what it takes."""

@@ -77,9 +77,10 @@ class DepthPolicy(Protocol):
         of `row_sizes` rows together, or less."""
         ...
 
-    def wants(self, num_requests: int) -> bool:
-        """Whether drafts for one more request, beside so many, may ever be worth it: otherwise the drafter need not
-        follow its text."""
+    def wants(self, num_requests: int, num_unseen: int = 0, num_left: int = 0) -> bool:
+        """Whether drafts for one more request, so many with it, may ever be worth it: otherwise the drafter need not
+        follow its text. `num_unseen`: rows of its prompt that would be read again for that, as they are in pages that
+        the drafter has not seen; `num_left`: tokens that it may say."""
         ...
 
     def admit(self, slot: int) -> None:
@@ -110,7 +111,7 @@ class FixedDepth:
 
     def allot_beside(self, requests: Sequence[Request], depth: int, row_sizes: Sequence[int]) -> None: ...
 
-    def wants(self, num_requests: int) -> bool:
+    def wants(self, num_requests: int, num_unseen: int = 0, num_left: int = 0) -> bool:
         return True
 
     def admit(self, slot: int) -> None: ...

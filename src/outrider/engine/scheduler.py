@@ -17,7 +17,7 @@ MAX_FIGURES = 2**12  # log-probabilities of prompts that are made in a round: so
 CROWD = 4  # rounds that all who wait would have to be read in: where that takes larger ones, it is crowded
 FEW_DRAFTS = 32  # one row of a draft beside so many of prompts delays nobody much
 
-Follows = Callable[[int], bool]
+Follows = Callable[[int, int, int], bool]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.stats = PrefixStats()
         self.num_preemptions = 0
+        self._has_unseen = False  # pages that the drafter has not seen have been named
         self._figures_left = MAX_FIGURES
         self._num_launched = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -117,10 +118,10 @@ class Scheduler:
             count += num_pages >= 0
         return max(-(-count // self.limits.num_groups), 1)
 
-    def next(self, depth: int, *, flying: bool = False, follows: Follows = lambda count: True) -> Plan:
+    def next(self, depth: int, *, flying: bool = False, follows: Follows = lambda *_: True) -> Plan:
         """The next round's work, empty if there is nothing to do. `depth`: how many tokens are drafted in it for the
         next one. `flying`: rounds are under way, whose outcome may help: where pages are short, it is waited for.
-        `follows`: whether the drafter will follow the text of one more request, beside so many."""
+        `follows`: whether the drafter will follow the text of one more request, see Drafting.follows()."""
         num_preemptions = self.num_preemptions
         budget = self.limits.max_num_batched_tokens
         plan: list[Work] = []
@@ -145,8 +146,7 @@ class Scheduler:
                     return Plan([], [])
         room = self.num_preemptions == num_preemptions  # who just made room does not come back in the same step
         while room and self.waiting and budget > 0 and self._free_slots and len(plan) < most:
-            self.waiting[0].is_followed = follows(len(self.running) // self.limits.num_groups)
-            work_or_none = self._admit(self.waiting[0], budget, depth)
+            work_or_none = self._admit(self.waiting[0], budget, depth, follows)
             if work_or_none is None:
                 break
             plan.append(work_or_none)
@@ -258,9 +258,18 @@ class Scheduler:
             if victim is request:
                 return False
 
-    def _admit(self, request: Request, budget: int, depth: int) -> Work | None:
-        names = self._reusable(request)
-        reused = self._match(request, self._known(request, names))
+    def _admit(self, request: Request, budget: int, depth: int, follows: Follows) -> Work | None:
+        seen = self._reusable(request, followed=True)
+        unseen = self._reusable(request, followed=False) if self._has_unseen else []
+        known = self.pool.num_known(seen)
+        found = [*seen[:known], *unseen[known:]]  # whoever does without the drafter can use both
+        request.is_followed = follows(
+            len(self.running) // self.limits.num_groups,
+            (self.pool.num_known(found) - known) * self.limits.page_size,
+            request.remaining(self.limits.max_model_len),
+        )
+        names = seen if request.is_followed else unseen or self._reusable(request, followed=False)
+        reused = self._match(request, seen if request.is_followed else found)
         start = len(reused) * self.limits.page_size
         pending = len(request.tokens) - start
         num_rows = request.whole(start, min(pending, budget, self._most_rows(request)))
@@ -281,15 +290,6 @@ class Scheduler:
         self.running.append(request)
         return _rows_of(request, start, num_rows, pending, depth)
 
-    def _known(self, request: Request, names: list[bytes]) -> list[bytes]:
-        """What the pages that it could reuse may be called: whoever does without the drafter can use what the drafter
-        has seen as well as what it has not."""
-        if request.is_followed or not names:
-            return names
-        tokens = request.named_tokens[: len(names) * self.limits.page_size]
-        seen = page_hashes(tokens, self.limits.page_size, 0, root_of(request.params.tenant))
-        return max(names, seen, key=self.pool.num_known)
-
     def _match(self, request: Request, names: Sequence[bytes]) -> list[int]:
         """Known pages, taken into use: as far as recurrent layers can go on from them, where there are some."""
         found = self.pool.match(names)
@@ -299,12 +299,13 @@ class Scheduler:
         self.pool.release(found[count:])
         return found[:count]
 
-    def _reusable(self, request: Request) -> list[bytes]:
-        """Names of the pages it could reuse. The last token must be run for its logits; so must a prompt whose
-        log-probabilities are wanted."""
+    def _reusable(self, request: Request, *, followed: bool) -> list[bytes]:
+        """Names of the pages it could reuse, if the drafter follows its text, or does not. The last token must be run
+        for its logits; so must a prompt whose log-probabilities are wanted."""
         if not self.limits.prefix_caching or request.params.prompt_logprobs is not None or request.recompute:
             return []
-        names = page_hashes(request.named_tokens[:-1], self.limits.page_size, 0, _root(request))
+        root = root_of(request.params.tenant, followed=followed)
+        names = page_hashes(request.named_tokens[:-1], self.limits.page_size, 0, root)
         while request.whole(0, len(names) * self.limits.page_size) != len(names) * self.limits.page_size:
             names.pop()  # the last page ends inside an image
         return names
@@ -353,6 +354,7 @@ class Scheduler:
         num_full = (request.num_followed if request.is_followed else request.num_computed) // size
         if num_full <= known:
             return
+        self._has_unseen = self._has_unseen or not request.is_followed
         full = request.named_tokens[: num_full * size]
         parent = request.page_names[-1] if known else _root(request)
         names = page_hashes(full, size, known, parent)
