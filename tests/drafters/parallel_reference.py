@@ -13,6 +13,7 @@ from samples import guide
 from torch import Tensor
 
 from outrider import LLM, RequestOutput, SamplingParams
+from outrider.drafters.base import SHARPNESS
 from outrider.drafters.parallel import draft_at_once
 from outrider.kernels.sampling import gumbel
 from outrider.types import Draft, Step
@@ -35,13 +36,13 @@ def spy(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Seen:
     """Everything a drafter computes from now on, before a guide replaces some of it."""
     seen: Seen = {}
 
-    def watched(step: Step, lookahead: int, logits: Tensor, ids: Tensor | None = None) -> Draft:
+    def watched(step: Step, lookahead: int, logits: Tensor, ids: Tensor | None = None, **more: float) -> Draft:
         each = logits.view(len(step.batch.slots), step.depth, -1)
         for request, slot in enumerate(step.batch.slots.tolist()):
             if bool(step.emits[request]):
                 text = step.state.tokens[slot, : int(step.state.lengths[slot])].tolist()
                 seen[tuple(text)] = each[request].clone()
-        return draft_at_once(step, lookahead, logits, ids)
+        return draft_at_once(step, lookahead, logits, ids, **more)
 
     monkeypatch.setattr(module, "draft_at_once", watched)
     return seen
@@ -88,11 +89,17 @@ def check_rounds(
         assert length >= len(prompt) + 40
 
 
-def chosen(logits: Tensor, length: int, d2t: Tensor | None = None, params: SamplingParams | None = None) -> list[int]:
+def chosen(
+    logits: Tensor,
+    length: int,
+    d2t: Tensor | None = None,
+    params: SamplingParams | None = None,
+    sharpness: float = SHARPNESS,
+) -> list[int]:
     """The tokens that stand at `length`, `length + 1`, ..."""
     ids = torch.arange(logits.shape[1]) + (0 if d2t is None else d2t)
     if params is not None and params.temperature:
         seeds = torch.full((len(logits),), params.seed)
         noise = gumbel(seeds, length + torch.arange(len(logits)), ids)
-        logits = logits / params.temperature + noise
+        logits = logits * sharpness / params.temperature + noise
     return ids[logits.argmax(-1)].tolist()

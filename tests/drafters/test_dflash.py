@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from samples import guide
 
 from outrider import LLM, RequestOutput, SamplingParams
+from outrider.drafters.base import SHARPNESS
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dflash_layers import LayerMask
 from outrider.engine.policy import FixedDepth
@@ -253,7 +254,7 @@ def test_a_shorter_block_is_a_block(target_path: Callable[..., Path], tmp_path: 
 
 
 def test_sampled_drafts_use_the_noise_of_their_place(target_path: Callable[..., Path], tmp_path: Path) -> None:
-    """So that where the drafter's distribution is the target's, so is its choice."""
+    """So that where the drafter's distribution, made sharper, is the target's, so is its choice."""
     path, _ = make(tmp_path, "plain")
     params = SamplingParams(max_tokens=24, temperature=0.7, seed=5, ignore_eos=True)
     with LLM(target_path("llama"), settings(path), **SMALL) as llm:
@@ -263,7 +264,7 @@ def test_sampled_drafts_use_the_noise_of_their_place(target_path: Callable[..., 
     for text, tokens, logits in rounds:
         places = len(text) + torch.arange(len(tokens))
         noise = gumbel(torch.full((len(tokens),), 5), places, torch.arange(tiny.VOCAB))
-        assert tokens == (logits / 0.7 + noise).argmax(-1).tolist()
+        assert tokens == (logits * SHARPNESS / 0.7 + noise).argmax(-1).tolist()
 
 
 def test_confidence_shortens_drafts(target_path: Callable[..., Path], tmp_path: Path, truth: list[list[int]]) -> None:

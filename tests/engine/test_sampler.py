@@ -150,6 +150,17 @@ def test_choices_follow_the_distribution() -> None:
     assert chi_squared(counts, (logits / 0.9).softmax(0)) < 1e-6, "a wrong temperature must be noticed"
 
 
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_what_is_flatter_is_made_as_sharp(top_k: int) -> None:
+    """Half of everybody's logits, twice as sharp: the same token every time. Filters look at what they are given."""
+    logits = torch.randn(50, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
+    rows, places = torch.zeros(50, dtype=torch.long), torch.arange(50)
+    sampling = sampling_for(SamplingParams(temperature=0.8, top_k=top_k, seed=3))
+    wanted = choose(logits, sampling, rows, places).tolist()
+    assert choose(logits / 2, sampling, rows, places, sharpness=2.0).tolist() == wanted
+    assert choose(logits / 2, sampling, rows, places).tolist() != wanted
+
+
 @pytest.mark.parametrize("skipped", [1, 2])
 def test_speculative_sampling_follows_the_targets_distribution(skipped: int, target_path: Callable[..., Path]) -> None:
     """The second and third tokens of many seeded runs, all drafted, against the target's probabilities."""

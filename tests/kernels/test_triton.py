@@ -12,6 +12,7 @@ CUDA = torch.cuda.is_available()
 pytest.importorskip("triton")
 
 from outrider.drafters import parallel  # noqa: E402
+from outrider.drafters.base import SHARPNESS  # noqa: E402
 from outrider.kernels import activation, attention, dispatch, linear, norm, penalties, rope, sampling  # noqa: E402
 from outrider.kernels.gpu import activation as gpu_activation  # noqa: E402
 from outrider.kernels.gpu import attention as gpu_attention  # noqa: E402
@@ -327,11 +328,13 @@ def test_choose(greedy: bool, reduced: bool) -> None:
     positions = torch.arange(rows, device=DEVICE) * 7919
     columns = torch.arange(width, device=DEVICE) if ids is None else ids
     scaled = logits / temperature[requests].clamp(min=1e-5)[:, None]
-    drawn = (scaled + sampling.gumbel(seeds[requests], positions, columns)).argmax(-1)
-    best = torch.where(temperature[requests] <= 1e-5, logits.argmax(-1), drawn)
-    wanted = best if ids is None else ids[best]
-    found = gpu_sampling.choose(logits, temperature, seeds, requests, positions, ids, greedy=greedy, least=1e-5)
-    assert found.tolist() == wanted.tolist()
+    for sharpness in (1.0, 1.5):
+        drawn = (scaled * sharpness + sampling.gumbel(seeds[requests], positions, columns)).argmax(-1)
+        best = torch.where(temperature[requests] <= 1e-5, logits.argmax(-1), drawn)
+        wanted = best if ids is None else ids[best]
+        options = {"greedy": greedy, "least": 1e-5, "sharpness": sharpness}
+        found = gpu_sampling.choose(logits, temperature, seeds, requests, positions, ids, **options)
+        assert found.tolist() == wanted.tolist()
 
 
 @torch.inference_mode()
@@ -356,7 +359,9 @@ def test_all_rows_of_one_request_have_its_options(monkeypatch: pytest.MonkeyPatc
     assert found[0] == found[1]
     assert found[0][0][:5] != logits.argmax(-1).tolist(), "nothing was drawn"
     rows = table[0][:, None].expand(-1, 5).flatten()
-    assert sampling.choose(logits, step.sampling, rows, torch.arange(7, 12, device=DEVICE)).tolist() == found[0][0][:5]
+    places = torch.arange(7, 12, device=DEVICE)
+    wanted = sampling.choose(logits, step.sampling, rows, places, sharpness=SHARPNESS)
+    assert wanted.tolist() == found[0][0][:5]
 
 
 WIDE = 9000  # three programs to a row; interpreted, each takes a third of a second

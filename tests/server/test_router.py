@@ -227,8 +227,8 @@ def test_a_path_cannot_name_another_host(routed: Routed) -> None:
 
 
 def talk(url: str, number: int) -> list[int]:
-    """A chat of two turns: cached tokens of each prompt. Questions are long and answers short, so that no draft is worth
-    reading a prompt again for."""
+    """A chat of two turns: cached tokens of each prompt. Questions are long and answers short, so that no drafts are
+    worth reading a prompt again for."""
     messages, cached = [], []
     for turn in range(2):
         asked = f"Tell me about animal {number}, part {turn}, in some words. " + "It has four legs and a tail. " * 12

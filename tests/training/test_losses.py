@@ -56,6 +56,7 @@ def listen(monkeypatch: pytest.MonkeyPatch, text: list[int]) -> list[list[tuple[
         positions: Tensor,
         ids: Tensor | None = None,
         out: Tensor | None = None,
+        sharpness: float = 1.0,
     ) -> Tensor:
         for place, row in zip(positions.tolist(), logits, strict=True):
             if not rounds or rounds[-1][-1][0] != place - 1:

@@ -37,6 +37,9 @@ from outrider.types import (
 
 drafters: Registry[type[Drafter]] = Registry("speculative method", "outrider.drafters")
 LAST_ROWS = "single rows"  # in a pass's memo: those that were made last
+# What logits are multiplied by where tokens are drawn. A drafter knows less than its target, so what it expects is
+# flatter than what the target will say. Five drafters stood more often so, or as often (docs/diary.md, 2026-11-18).
+SHARPNESS = 1.15
 
 
 class Sureness(IntEnum):
@@ -325,7 +328,12 @@ def _kept_ahead(rows: Batch, ahead: int) -> Recurrence:
 
 
 def draft_chain(
-    step: Step, lookahead: int, first: Tensor, advance: Callable[[Tensor, int], Tensor], ids: Tensor | None = None
+    step: Step,
+    lookahead: int,
+    first: Tensor,
+    advance: Callable[[Tensor, int], Tensor],
+    ids: Tensor | None = None,
+    sharpness: float = SHARPNESS,
 ) -> Draft:
     """Token after token: `first` [B, V] are the logits after the newest token, `advance(token, n)` those after
     draft token n. Choices use the target's own noise. `ids` maps a reduced vocabulary to the target's."""
@@ -334,7 +342,7 @@ def draft_chain(
     new = slots.new_empty if lookahead == step.depth else slots.new_zeros
     tokens, logits = new(lookahead, len(slots)), first
     for number in range(step.depth):
-        choose(logits, step.sampling, slots, positions[number], ids, out=tokens[number])
+        choose(logits, step.sampling, slots, positions[number], ids, tokens[number], sharpness)
         if number + 1 < step.depth:
             logits = advance(tokens[number], number + 1)
     return Draft(tokens.T, ahead.count)

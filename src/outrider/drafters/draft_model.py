@@ -77,7 +77,8 @@ class DraftModel(Drafter):
         last = self._run(mask_rows(extension, step, mask_token)[0])
         if not step.depth:
             return no_draft(step, self.lookahead)
-        return draft_at_once(step, self.lookahead, self._logits(last[draft_rows(extension, step)]))
+        rows = last[draft_rows(extension, step)]
+        return draft_at_once(step, self.lookahead, self._logits(rows), sharpness=1.0)
 
     def _one_by_one(self, step: Step) -> Draft:
         extension = extend(step)
@@ -88,7 +89,8 @@ class DraftModel(Drafter):
         def advance(tokens: Tensor, ahead: int) -> Tensor:
             return self._logits(self._run(single_rows(step, ahead, tokens)))
 
-        return draft_chain(step, self.lookahead, self._logits(last), advance)
+        # a model of its own, which may be as sure as the target is
+        return draft_chain(step, self.lookahead, self._logits(last), advance, sharpness=1.0)
 
     def _run(self, batch: Batch) -> Tensor:
         known = batch.input_ids.clamp(max=self.model.embed.vocab_size - 1)  # the target may have more padding ids

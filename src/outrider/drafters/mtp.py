@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import Drafter, Reading, Sureness, drafters, extend, shifted
+from outrider.drafters.base import SHARPNESS, Drafter, Reading, Sureness, drafters, extend, shifted
 from outrider.drafters.feedback import twin
 from outrider.drafters.fresh import Fresh, Plan
 from outrider.drafters.lesson import Branches, Guess, Lesson, Loss, joined, judged, rows_of, teaching, unrolled
@@ -108,7 +108,8 @@ class MultiTokenPrediction(Drafter):
             newest.append(fed[window.last] if feeds_all else fed)
             state = fed if self.mtp.chained else source
             if number < step.depth:
-                tokens[:, number] = choose(self.logits(place, newest[-1]), step.sampling, slots, lengths + number)
+                logits = self.logits(place, newest[-1])
+                tokens[:, number] = choose(logits, step.sampling, slots, lengths + number, sharpness=SHARPNESS)
         return Draft(tokens, torch.where(step.emits, step.depth, 0))
 
     def _text(self, step: Step, hidden: Hidden) -> tuple[Window, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Extension
+from outrider.drafters.base import SHARPNESS, Extension
 from outrider.drafters.reader import Reader
 from outrider.kernels.sampling import choose
 from outrider.types import Batch, Draft, Resolved, Step
@@ -43,12 +43,14 @@ def draft_rows(extension: Extension, step: Step) -> Tensor:
     return (extension.last[:, None] + ahead).flatten()
 
 
-def draft_at_once(step: Step, lookahead: int, logits: Tensor, ids: Tensor | None = None) -> Draft:
+def draft_at_once(
+    step: Step, lookahead: int, logits: Tensor, ids: Tensor | None = None, sharpness: float = SHARPNESS
+) -> Draft:
     """All draft tokens from their logits [B * depth, V], with the target's own noise. `ids` as in draft_chain()."""
     slots, depth = step.batch.slots, step.depth
     row_slots = slots.repeat_interleave(depth)
     places = (step.state.lengths[slots][:, None] + torch.arange(depth, device=slots.device)).flatten()
-    chosen = choose(logits, step.sampling, row_slots, places, ids)
+    chosen = choose(logits, step.sampling, row_slots, places, ids, sharpness=sharpness)
     tokens = torch.zeros(len(slots), lookahead, dtype=torch.long, device=slots.device)
     tokens[:, :depth] = chosen.view(len(slots), depth)
     return Draft(tokens, torch.where(step.emits, depth, 0))

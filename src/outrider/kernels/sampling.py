@@ -115,17 +115,18 @@ def choose(
     positions: Tensor,
     ids: Tensor | None = None,
     out: Tensor | None = None,
+    sharpness: float = 1.0,
 ) -> Tensor:
     """The token of each row [R]: `rows` is its slot in `sampling`, `positions` where the token will stand.
 
     `ids` [V] gives the target's id of each column where the columns are a reduced vocabulary; the result is in
-    target ids. Drafters call this too: with the same noise their choice coincides with the target's most often.
-    `out` [R]: where to put the tokens, dense.
+    target ids. Drafters call this too: with the same noise their choice coincides with the target's most often; what
+    is left after the filters can be made sharper for them. `out` [R]: where to put the tokens, dense.
     """
     if sampling.extra and not sampling.greedy:
         logits = without_dropped(logits, sampling, rows, GREEDY_TEMPERATURE)
     if use_triton(logits):
-        return _choose_triton(logits, sampling, rows, positions, ids, out)
+        return _choose_triton(logits, sampling, rows, positions, ids, out, sharpness)
     best = argmax(logits)
     if not sampling.greedy:
         temperature = sampling.temperature[rows]
@@ -133,14 +134,20 @@ def choose(
         if sampling.filtered:
             scaled = filter_logits(scaled, sampling, rows)
         columns = torch.arange(logits.shape[-1], device=logits.device) if ids is None else ids
-        drawn = argmax(scaled + gumbel(sampling.seed[rows], positions, columns))
+        drawn = argmax(scaled * sharpness + gumbel(sampling.seed[rows], positions, columns))
         best = torch.where(temperature <= GREEDY_TEMPERATURE, best, drawn)
     best = best if ids is None else ids[best]
     return best if out is None else out.copy_(best)
 
 
 def _choose_triton(
-    logits: Tensor, sampling: Sampling, rows: Tensor, positions: Tensor, ids: Tensor | None, out: Tensor | None
+    logits: Tensor,
+    sampling: Sampling,
+    rows: Tensor,
+    positions: Tensor,
+    ids: Tensor | None,
+    out: Tensor | None,
+    sharpness: float,
 ) -> Tensor:
     from outrider.kernels.gpu import filter as gpu_filter
     from outrider.kernels.gpu import sampling as gpu
@@ -161,4 +168,5 @@ def _choose_triton(
         least=GREEDY_TEMPERATURE,
         cut=cut,
         out=out,
+        sharpness=sharpness,
     )

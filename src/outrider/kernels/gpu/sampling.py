@@ -23,8 +23,8 @@ def _mix(x):
 @triton.jit
 def _choose_block(
     logits, temperature, seeds, requests, positions, ids, cut, last, best, place, row_stride, width, num_blocks,
-    GREEDY: tl.constexpr, HAS_IDS: tl.constexpr, HAS_CUT: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    cooling, GREEDY: tl.constexpr, HAS_IDS: tl.constexpr, HAS_CUT: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best column of a block of a row's logits, with noise unless the row is greedy."""
     if EARLY:
@@ -41,6 +41,7 @@ def _choose_block(
         request = tl.load(requests + row)
         heat = tl.load(temperature + request)
         if heat > LEAST:
+            heat *= cooling
             golden = tl.full((1,), 0x9E3779B97F4A7C15, dtype=tl.uint64)
             key = _mix(tl.load(seeds + request).to(tl.uint64, bitcast=True) + golden)
             key = _mix(key + tl.load(positions + row).to(tl.uint64, bitcast=True) * golden)
@@ -86,9 +87,11 @@ def choose(
     least: float,
     cut: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
+    sharpness: float = 1.0,
 ) -> Tensor:
     """The token of each row [R] of logits [R, V]; options by request [B]. At or under the temperature `least` a row is
-    greedy. `cut`: where filters cut the rows off (filter.py). `out`: where to put the tokens."""
+    greedy. `cut`: where filters cut the rows off (filter.py). `out`: where to put the tokens. `sharpness`: what logits
+    are multiplied by, besides."""
     num_rows, width = logits.shape
     if out is None:
         out = torch.empty(num_rows, dtype=torch.long, device=logits.device)
@@ -101,8 +104,8 @@ def choose(
     edge, end = (best, place) if cut is None else cut
     _choose_block[(num_rows, num_blocks)](
         logits, temperature, seeds, requests, positions, table, edge, end, best, place, logits.stride(0), width,
-        num_blocks, GREEDY=greedy, HAS_IDS=ids is not None, HAS_CUT=cut is not None, LEAST=least, BLOCK=BLOCK,
-        EARLY=early, num_warps=8, **launch.options(early),
+        num_blocks, 1 / sharpness, GREEDY=greedy, HAS_IDS=ids is not None, HAS_CUT=cut is not None, LEAST=least,
+        BLOCK=BLOCK, EARLY=early, num_warps=8, **launch.options(early),
     )  # fmt: skip
     _choose_row[(num_rows,)](
         best, place, table, out, num_blocks,
