@@ -18,6 +18,7 @@ VARIANTS: dict[str, list[str]] = {
     "no warm start": ["--no-warm-start"],
     "ce": ["--loss", "ce"],
     "kl": ["--loss", "kl"],
+    "lk": ["--loss", "lk"],
     "two layers": ["--layers", "2"],
     "post-norm": ["--post-norm"],
 }
