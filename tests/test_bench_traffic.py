@@ -107,6 +107,36 @@ def test_with_a_rate_requests_come_whether_or_not_others_have_ended() -> None:
     assert [due for due, _ in Clients(load).take_due(1e9)] == load.arrivals()
 
 
+def test_whoever_begins_a_chat_goes_on_with_it() -> None:
+    clients = Clients(Load(6, 0, 1, None, 0, num_turns=2))
+    for number, last in enumerate([None, 0, 1, 2, 3, 4]):
+        if last is not None:
+            clients.send_next(float(number), last)
+        assert clients.take_due(1e9) == [(float(number), number)]
+    several = Clients(Load(6, 0, 2, None, 0, num_turns=3))
+    assert [number for _, number in several.take_due(0.0)] == [0, 3]
+    several.send_next(1.0, 3)
+    several.send_next(2.0, 0)
+    assert several.take_due(1e9) == [(1.0, 4), (2.0, 1)]
+    load = Load(6, 0, None, 10.0, 0, num_turns=3)
+    assert [due for due, _ in Clients(load).take_due(1e9)] == [load.arrivals()[0], load.arrivals()[3]]
+
+
+def test_a_turn_begins_with_all_that_was_said_before(target_path: Callable[..., Path]) -> None:
+    """Its pages are found, but not those of the same chat of an earlier run."""
+    prompts = traffic_prompts(PromptVocabulary(None, tiny.VOCAB), 6, 8)
+    with LLM(target_path(), None, max_model_len=64, page_size=4, threads=1) as llm:
+
+        def make(prompt: PromptText, params: SamplingParams) -> Any:
+            return llm.requests_for({"prompt_token_ids": prompt.ids}, params, 0)[0]
+
+        side = EngineSide("chats", llm.engine, make, ASKING)
+        for _ in range(2):
+            answers = side.run(prompts, Load(6, 0, 2, None, 0, num_turns=3)).answers
+            assert [each.num_prompt_tokens for each in answers] == [8, 22, 36] * 2
+            assert [each.num_cached for each in answers] == [0, 12, 24] * 2  # of 13 and 27 that have rows
+
+
 def test_requests_join_the_loop_of_the_engine(side: EngineSide) -> None:
     prompts = traffic_prompts(PromptVocabulary(None, tiny.VOCAB), 9, 8)
     for clients in (1, 3):
@@ -300,7 +330,8 @@ def test_a_server_is_told_what_the_engine_would_be(target_path: Callable[..., Pa
     for told in (drafted, plain):
         pairs = dict(pairwise(told))
         assert [pairs[name] for name in ("--max-num-seqs", "--max-model-len", "--threads")] == ["7", "48", "2"]
-        assert "--no-enable-prefix-caching" in told
+        assert "--enable-prefix-caching" in told
+    assert "--no-enable-prefix-caching" in server_arguments(options, replace(config, enable_prefix_caching=False))
     assert dict(pairwise(drafted))["--draft"] == "ngram"
     assert dict(pairwise(drafted))["--num-speculative-tokens"] == "3"
     assert "--no-draft" in plain
@@ -310,12 +341,16 @@ def test_a_server_is_told_what_the_engine_would_be(target_path: Callable[..., Pa
 @pytest.mark.slow
 def test_over_http(tmp_path: Path) -> None:
     given = ("--no-adaptive", *QUICK, "--num-runs", "1")  # whether drafts pay here and now is not for a test to say
-    report, said = call("--http", "--concurrency", "2", "--plot", tmp_path / "a.png", *given)
+    chats = ("--turns", "2", "--prompt-len", "20")
+    report, said = call("--http", "--concurrency", "2", "--plot", tmp_path / "a.png", *given, *chats)
     assert (report["way"], report["model"], report["drafter"]) == ("http", "embedded default", "embedded")
     (level,) = report["levels"]
-    assert level["num_requests"] == 5
+    assert level["num_requests"] == 6, "whole chats"
     assert level["plain"]["drafted_rounds"] == 0
     assert level["speculative"]["drafted_rounds"] > 0
+    assert level["plain"]["cached_share"] == level["speculative"]["cached_share"] == round(16 / (20 + 46), 4)
+    assert "chats of 2 turns" in said
+    assert "hits" in said
     assert level["speculative"]["tpot_ms"]["median"] > 0
     assert "over HTTP" in said
 

@@ -135,7 +135,7 @@ def test_every_way_of_batching(
         if way == "preemption":
             assert scheduler.num_preemptions > 0
         if scheduler.limits.prefix_caching and way != "preemption":
-            assert scheduler.stats.hit > 0
+            assert scheduler.prefixes.stats.hit > 0
     if method == "oracle":
         total = total_speculation(outputs[0] + outputs[1])
         assert 0 < total.accepted < total.drafted

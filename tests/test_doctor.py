@@ -263,14 +263,14 @@ def test_what_is_known_early_is_what_is_known_in_the_end(pair: LLM) -> None:
 
 def test_measuring_leaves_no_trace(pair: LLM) -> None:
     before = pair.engine.drafting, pair.engine.scheduler
-    hits, free = pair.engine.scheduler.stats.queried, pair.engine.scheduler.pool.num_free
+    hits, free = pair.engine.scheduler.prefixes.stats.queried, pair.engine.scheduler.pool.num_free
     for trial in trials(pair.drafter, pair.target):  # type: ignore[arg-type]
         with trial.enter(pair.drafter) as other:  # type: ignore[arg-type]
             measure_agreement(pair.engine, other, [[1, 2, 3]], 3)
     with pytest.raises(RuntimeError, match="stop"):
         measure_agreement(pair.engine, pair.drafter, [[1, 2, 3]], 3, on_step=_fail)  # type: ignore[arg-type]
     assert (pair.engine.drafting, pair.engine.scheduler) == before
-    assert (pair.engine.scheduler.stats.queried, pair.engine.scheduler.pool.num_free) == (hits, free)
+    assert (pair.engine.scheduler.prefixes.stats.queried, pair.engine.scheduler.pool.num_free) == (hits, free)
     assert not pair.engine.has_work
 
 
@@ -360,7 +360,7 @@ def test_a_living_drafter_is_soon_known_to_be(max_num_seqs: int) -> None:
         assert checkup.agreement is not None
         assert checkup.agreement.mean_accept_length > 1.5
         assert len(checkup.agreement.places) < 8 * agreement_module.SHORT_ANSWER // 2
-        assert llm.engine.scheduler.stats.queried == 0
+        assert llm.engine.scheduler.prefixes.stats.queried == 0
 
 
 def test_a_check_up_takes_no_longer_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

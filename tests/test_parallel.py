@@ -198,7 +198,7 @@ def test_traffic(family: str, target_path: Callable[..., Path]) -> None:
             assert llm.engine.scheduler.num_preemptions > 0
             for prompt in again[:2]:  # one after the other, so that pages are still there
                 found[-1] += ids(llm.generate([prompt] * 2, params))
-            assert llm.engine.scheduler.stats.hit > 0
+            assert llm.engine.scheduler.prefixes.stats.hit > 0
     assert found[0] == found[1] == found[2]
 
 

@@ -160,7 +160,8 @@ def open_staged(world: World, pair: Pair) -> LLM:
     if world.spare_pages is not None:
         scheduler = llm.engine.scheduler
         num_pages = scheduler._pages_for(MAX_MODEL_LEN) + world.spare_pages
-        scheduler.pool = PagePool(min(num_pages + 1, scheduler.pool.num_pages), scheduler.pool._forgets)
+        smaller = PagePool(min(num_pages + 1, scheduler.pool.num_pages), scheduler.pool._forgets)
+        scheduler.pool = scheduler.prefixes.pool = smaller
     return llm
 
 

@@ -121,7 +121,7 @@ def test_what_the_drafter_has_not_seen_is_not_reused(
             drafts = Drafts(llm)
             output = llm.generate([[*PROMPTS[0], *answer, 7, 8]], replace(PARAMS, max_tokens=20))[0]
             found.append((output.outputs[0].token_ids, drafts.after))
-            hit = llm.engine.scheduler.stats.hit
+            hit = llm.engine.scheduler.prefixes.stats.hit
             assert hit % 8 == 0
             assert hit > (30 if rests else 60)
     assert found[0] == found[1]

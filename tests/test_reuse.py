@@ -86,7 +86,7 @@ def test_prompts_that_come_again(pair: Pair) -> None:
         first, second = ([llm.generate([prompt], params)[0] for prompt, params in asked] for _ in range(2))
         assert [output.num_cached_tokens for output in first] == [0] * len(LENGTHS)
         assert [output.num_cached_tokens for output in second] == [last_page_end(length) for length in LENGTHS]
-        stats = llm.engine.scheduler.stats
+        stats = llm.engine.scheduler.prefixes.stats
         assert (stats.queried, stats.hit) == (2 * sum(LENGTHS), sum(map(last_page_end, LENGTHS)))
     for outputs in (first, second):
         assert [output.outputs[0].token_ids for output in outputs] == answers
@@ -288,7 +288,7 @@ def test_joins_at_random(method: str | None, seed: int, target_path: Callable[..
         engine.step()
         for request, tokens in expected:
             assert request.outputs == (tokens[: request.num_outputs] if request in left else tokens)
-        assert engine.scheduler.stats.hit > 100
+        assert engine.scheduler.prefixes.stats.hit > 100
         assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
         assert engine.scheduler.snapshots is not None
         engine.scheduler.snapshots.pool.check()

@@ -109,8 +109,8 @@ class Figures:
                 found.append(Counter("vllm:request_success", {**labels, "finished_reason": reason}, count))
             found += [spread.histogram(name, labels) for name, spread in self._spreads.items()]
         found += [
-            Counter("vllm:prefix_cache_queries", labels, scheduler.stats.queried),
-            Counter("vllm:prefix_cache_hits", labels, scheduler.stats.hit),
+            Counter("vllm:prefix_cache_queries", labels, scheduler.prefixes.stats.queried),
+            Counter("vllm:prefix_cache_hits", labels, scheduler.prefixes.stats.hit),
             Counter("vllm:num_preemptions", labels, scheduler.num_preemptions),
             Gauge("vllm:num_requests_running", labels, len(scheduler.running)),
             Gauge("vllm:num_requests_waiting", labels, len(scheduler.waiting)),

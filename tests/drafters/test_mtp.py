@@ -199,7 +199,7 @@ def check_drafts_and_pages(made: Sample, lookahead: int, mode: str, tolerance: f
         texts = watch.generate(PROMPTS, GREEDY)
         again = watch.generate(PROMPTS, GREEDY)
         scheduler = llm.engine.scheduler
-        assert scheduler.stats.hit > 0
+        assert scheduler.prefixes.stats.hit > 0
     assert texts == again == [tuple(each) for each in truth]
     assert len(watch.drafts) > 30
     assert len(watch.entries) > 60
@@ -260,12 +260,12 @@ def test_any_way_through_the_cache(way: dict[str, Any], sample: Callable[..., Sa
         scheduler.limits = replace(scheduler.limits, max_num_batched_tokens=way["chunk"])
         if way["tight"]:
             longest = max(len(text) for text in truth) + 1 + lookahead
-            scheduler.pool = PagePool(1 + -(-longest // way["page_size"]) + 2)
+            scheduler.pool = scheduler.prefixes.pool = PagePool(1 + -(-longest // way["page_size"]) + 2)
         watch = Watch(llm, accepting(way["mode"], truth, lookahead))
         assert watch.generate(prompts, params) == [tuple(text) for text in texts]
         assert watch.generate(more, replace(GREEDY, max_tokens=9)) == [tuple(text) for text in truth[len(texts) :]]
         if way == HARD:
-            assert scheduler.stats.hit > 40
+            assert scheduler.prefixes.stats.hit > 40
         if way["tight"] and len(way["prompts"]) == way["max_num_seqs"] == 4:
             assert scheduler.num_preemptions > 0
     watch.check(made, [tuple(text) for text in truth], chained)

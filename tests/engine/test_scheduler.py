@@ -305,3 +305,34 @@ def test_whoever_does_without_the_drafter_finds_what_it_has_seen() -> None:
     assert run(5, other, followed=False) == 0
     assert run(6, other, followed=True, unseen=36) == 0
     assert run(7, other, followed=False) == 36
+
+
+def test_what_a_drafter_at_rest_has_missed_is_found_without_it() -> None:
+    """The end of a text, which the drafter would have been shown later."""
+    limits = SchedulerLimits(4, 64, 96, 4, 0, prefix_caching=True)
+    scheduler, asked = Scheduler(limits, PagePool(60)), list[int]()
+
+    def run(prompt: list[int], num_tokens: int, *, followed: bool) -> Request:
+        def follows(num_running: int, num_unseen: int, num_left: int) -> bool:
+            asked.append(num_unseen)
+            return followed
+
+        request = Request(str(len(asked)), prompt, SamplingParams(max_tokens=num_tokens), seed=0)
+        scheduler.add(request)
+        while not request.finished:
+            (work,) = scheduler.next(0, follows=follows).work
+            scheduler.launched([work])
+            work.rests = request.num_outputs > 0
+            request.append(200 + request.num_outputs, limits.max_model_len)
+            scheduler.update(work, work.pending, 0)
+        scheduler.pool.check()
+        return request
+
+    first = run(list(range(18)), 13, followed=True)  # 18 rows are seen, and 12 missed; the last token has none
+    longer = [*first.tokens, 1, 2, 3, 4]
+    assert run(longer, 1, followed=True).num_cached == 16
+    assert run(longer, 1, followed=False).num_cached == 32  # by now seen as well
+    other = run([100, *range(17)], 13, followed=True)
+    longer = [*other.tokens, 1, 2, 3, 4]
+    assert run(longer, 1, followed=False).num_cached == 28
+    assert asked == [0, 12, 0, 0, 12]

@@ -249,14 +249,14 @@ def test_where_they_are_taken() -> None:
     assert wanted_by(scheduler, prompt) == [[16, 32, 48, 64], [96, 80], *[[]] * 7]
     assert wanted_by(scheduler, prompt) == [[]] * 8, "all is there"
     assert wanted_by(scheduler, prompt[:70] + [0] * 30) == [[96, 68, 80], *[[]] * 7]  # one page more is shared
-    assert scheduler.stats.hit == 96 + 64
+    assert scheduler.prefixes.stats.hit == 96 + 64
     assert wanted_by(scheduler, prompt[:50], say=40) == [[], *[[]] * 13, [64], *[[]] * 15, [80], *[[]] * 9]
-    assert scheduler.stats.hit == 96 + 64 + 48
+    assert scheduler.prefixes.stats.hit == 96 + 64 + 48
     coarse = scheduler_of(limits, 400, 40, 64)
     wanted_by(coarse, prompt)
     assert wanted_by(coarse, prompt[:56] + [0] * 44) == [[56, 64], [96], *[[]] * 7]
     assert wanted_by(coarse, prompt[:56] + [1] * 44)[0] == [96, 64]
-    assert coarse.stats.hit == 56
+    assert coarse.prefixes.stats.hit == 56
     long = scheduler_of(replace(limits, max_num_batched_tokens=400), 400, 40, 16)
     ends = wanted_by(long, list(range(200)))[0]
     assert ends == [196, 64, 128, 192], "no more than there are columns for"
@@ -272,13 +272,13 @@ def test_passing_ones_give_way() -> None:
     wanted_by(scheduler, [9] * 800)
     hits = []
     for number in range(6):
-        before = scheduler.stats.hit
+        before = scheduler.prefixes.stats.hit
         wanted_by(scheduler, [number] * 14 + [1], say=1)
-        hits.append(scheduler.stats.hit - before)
+        hits.append(scheduler.prefixes.stats.hit - before)
     assert hits == [0, 0, 12, 12, 12, 12]
-    before = scheduler.stats.hit
+    before = scheduler.prefixes.stats.hit
     wanted_by(scheduler, [9] * 800)
-    assert scheduler.stats.hit - before == 796
+    assert scheduler.prefixes.stats.hit - before == 796
 
 
 def test_a_page_that_goes_takes_its_snapshot_along() -> None:
@@ -290,7 +290,7 @@ def test_a_page_that_goes_takes_its_snapshot_along() -> None:
     wanted_by(scheduler, list(range(100, 148)), say=1)  # 13 of 19 pages: the last of those seven goes first
     assert pool.num_kept == 1 + 4  # at 16; at 16, 32, 44 and 48
     wanted_by(scheduler, list(range(30)), say=1)
-    assert scheduler.stats.hit == 16
+    assert scheduler.prefixes.stats.hit == 16
     pool.check()
 
 

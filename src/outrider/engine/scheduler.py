@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.engine.pages import PagePool, page_hashes, root_of
+from outrider.engine.pages import PagePool
+from outrider.engine.prefixes import Prefixes
 from outrider.engine.request import Request, Status, Work
 from outrider.engine.snapshots import Snapshots, WantedSnapshots
 
@@ -42,12 +43,6 @@ class Plan:
     wanted: list[WantedSnapshots] = field(default_factory=list)
 
 
-@dataclass
-class PrefixStats:
-    queried: int = 0
-    hit: int = 0
-
-
 class Scheduler:
     def __init__(self, limits: SchedulerLimits, pool: PagePool, snapshots: Snapshots | None = None) -> None:
         """`snapshots`: where layers are recurrent, so that pages alone are of no use."""
@@ -56,9 +51,8 @@ class Scheduler:
         self.snapshots = snapshots
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.stats = PrefixStats()
+        self.prefixes = Prefixes(pool, limits.page_size, snapshots, enabled=limits.prefix_caching)
         self.num_preemptions = 0
-        self._has_unseen = False  # pages that the drafter has not seen have been named
         self._figures_left = MAX_FIGURES
         self._num_launched = 0
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -259,17 +253,10 @@ class Scheduler:
                 return False
 
     def _admit(self, request: Request, budget: int, depth: int, follows: Follows) -> Work | None:
-        seen = self._reusable(request, followed=True)
-        unseen = self._reusable(request, followed=False) if self._has_unseen else []
-        known = self.pool.num_known(seen)
-        found = [*seen[:known], *unseen[known:]]  # whoever does without the drafter can use both
-        request.is_followed = follows(
-            len(self.running) // self.limits.num_groups,
-            (self.pool.num_known(found) - known) * self.limits.page_size,
-            request.remaining(self.limits.max_model_len),
-        )
-        names = seen if request.is_followed else unseen or self._reusable(request, followed=False)
-        reused = self._match(request, seen if request.is_followed else found)
+        known = self.prefixes.look_up(request)
+        num_running = len(self.running) // self.limits.num_groups
+        request.is_followed = follows(num_running, known.num_unseen, request.remaining(self.limits.max_model_len))
+        reused = self.prefixes.take(request, known)
         start = len(reused) * self.limits.page_size
         pending = len(request.tokens) - start
         num_rows = request.whole(start, min(pending, budget, self._most_rows(request)))
@@ -279,36 +266,13 @@ class Scheduler:
             return None
         self.waiting.popleft()
         request.status, request.slot = Status.RUNNING, self._free_slots.pop()
-        request.pages, request.page_names = reused + fresh, names[: len(reused)]
+        request.pages = reused + fresh
         request.num_computed = request.num_followed = start
+        self.prefixes.begin(request, known, len(reused))
         request.num_admissions += 1
         request.recompute = False
-        if not request.num_preemptions:
-            request.num_cached = min(start, len(request.prompt))
-            self.stats.queried += len(request.prompt)
-            self.stats.hit += request.num_cached
         self.running.append(request)
         return _rows_of(request, start, num_rows, pending, depth)
-
-    def _match(self, request: Request, names: Sequence[bytes]) -> list[int]:
-        """Known pages, taken into use: as far as recurrent layers can go on from them, where there are some."""
-        found = self.pool.match(names)
-        if self.snapshots is None:
-            return found
-        count = self.snapshots.find(request, names[: len(found)])
-        self.pool.release(found[count:])
-        return found[:count]
-
-    def _reusable(self, request: Request, *, followed: bool) -> list[bytes]:
-        """Names of the pages it could reuse, if the drafter follows its text, or does not. The last token must be run
-        for its logits; so must a prompt whose log-probabilities are wanted."""
-        if not self.limits.prefix_caching or request.params.prompt_logprobs is not None or request.recompute:
-            return []
-        root = root_of(request.params.tenant, followed=followed)
-        names = page_hashes(request.named_tokens[:-1], self.limits.page_size, 0, root)
-        while request.whole(0, len(names) * self.limits.page_size) != len(names) * self.limits.page_size:
-            names.pop()  # the last page ends inside an image
-        return names
 
     def preempt(self, request: Request) -> None:
         """Takes its pages and its slot; what it has said so far is recomputed when its turn comes again."""
@@ -320,9 +284,7 @@ class Scheduler:
 
     def restart(self, request: Request) -> None:
         """All that target and drafter remember of it is computed again, and what they remembered is found by nobody."""
-        self.pool.forget(request.pages)
-        if self.snapshots is not None:  # also those that go by the names of others' pages
-            self.snapshots.forget(request.page_names)
+        self.prefixes.forget(request)
         self.preempt(request)
         request.recompute = True
 
@@ -341,33 +303,15 @@ class Scheduler:
             return
         wanted = request.most_drafts(predicted=request.draft_is_predicted)
         request.num_drafts = num_drafts if wanted is None else min(num_drafts, wanted)
-        if self.limits.prefix_caching:
-            self._name_pages(request)
+        self.prefixes.name(request)
 
     def release(self, request: Request) -> None:
         """Takes a finished request out, wherever it stands."""
         self._retire(request)
 
-    def _name_pages(self, request: Request) -> None:
-        """Pages that target and drafter have filled can be found by other requests."""
-        size, known = self.limits.page_size, len(request.page_names)
-        num_full = (request.num_followed if request.is_followed else request.num_computed) // size
-        if num_full <= known:
-            return
-        self._has_unseen = self._has_unseen or not request.is_followed
-        full = request.named_tokens[: num_full * size]
-        parent = request.page_names[-1] if known else _root(request)
-        names = page_hashes(full, size, known, parent)
-        for page, name in zip(request.pages[known:], names, strict=False):
-            self.pool.name(page, name)
-        if self.snapshots is not None:
-            self.snapshots.settle(request, known, names)
-        request.page_names += names
-
     def _retire(self, request: Request) -> None:
         if request.slot >= 0:
-            if self.limits.prefix_caching:
-                self._name_pages(request)
+            self.prefixes.name_all(request)
             self._release(request)
 
     def _release(self, request: Request) -> None:
@@ -384,10 +328,6 @@ class Scheduler:
 
     def _final_len(self, request: Request) -> int:
         return len(request.tokens) + request.remaining(self.limits.max_model_len)
-
-
-def _root(request: Request) -> bytes:
-    return root_of(request.params.tenant, followed=request.is_followed)
 
 
 def _rows_of(request: Request, start: int, num_rows: int, num_known: int, depth: int) -> Work:

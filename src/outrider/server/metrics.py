@@ -101,7 +101,11 @@ class Metrics:
         self._running.set_function(lambda: len(scheduler.running))
         self._waiting.set_function(lambda: len(scheduler.waiting))
         self._cache.set_function(lambda: 1 - pool.num_free / pool.capacity)
-        self._seen = [scheduler.stats.queried, scheduler.stats.hit, scheduler.num_preemptions]  # of before do not count
+        self._seen = [
+            scheduler.prefixes.stats.queried,
+            scheduler.prefixes.stats.hit,
+            scheduler.num_preemptions,
+        ]  # of before do not count
         watchdog = self._watchdog = engine.watchdog
         if watchdog is not None:
             self._dead.set_function(lambda: watchdog.is_dead)
@@ -114,7 +118,7 @@ class Metrics:
     def stepped(self, engine: Engine, seconds: float) -> None:
         scheduler = engine.scheduler
         self._steps.add(seconds)
-        now = [scheduler.stats.queried, scheduler.stats.hit, scheduler.num_preemptions]
+        now = [scheduler.prefixes.stats.queried, scheduler.prefixes.stats.hit, scheduler.num_preemptions]
         counters = (self._queried, self._hit, self._preempted)
         for counter, value, before in zip(counters, now, self._seen, strict=True):
             counter.add(value - before)

@@ -26,6 +26,7 @@ class Asking:
     ignore_eos: bool = False
     top_p: float = 1.0
     sends_seed: bool = True  # otherwise the server draws as it likes
+    chat: str | None = None  # of which this is a turn: pages are shared with its other turns alone, and ids are wanted
     stream_options: dict[str, bool] | None = None
 
     @property
@@ -47,6 +48,8 @@ class Asking:
             body["ignore_eos"] = True
         if self.top_p < 1:
             body["top_p"] = self.top_p
+        if self.chat is not None:
+            body |= {"cache_salt": self.chat, "return_token_ids": True}
         if not self.is_chat:
             return body | {"prompt": list(prompt.ids) or prompt.text}
         if prompt.ids:
@@ -66,6 +69,8 @@ class Answered:
     token_gaps: list[tuple[float, int]] = field(default_factory=list)  # and over how many tokens each gap went
     num_prompt_tokens: int | None = None  # None: the server gave no usage
     num_tokens: int | None = None
+    num_cached: int | None = None  # of the prompt's, found in pages
+    token_ids: list[int] = field(default_factory=list)  # of the answer, where they were asked for
     speculation: dict[str, Any] | None = None  # as vLLM reports it
     error: str | None = None  # its kind
 
@@ -174,12 +179,15 @@ class StreamReader:
         if isinstance(usage, dict):
             self._answered.num_prompt_tokens = usage.get("prompt_tokens")
             self._answered.num_tokens = usage.get("completion_tokens")
+            details = usage.get("prompt_tokens_details")
+            self._answered.num_cached = details.get("cached_tokens") if isinstance(details, dict) else None
         made = (chunk.get("metrics") or {}).get("speculative_decoding")
         self._answered.speculation = made or self._answered.speculation
         choices = chunk["choices"]
         if any(has_text(choice) for choice in choices):
             self._text_came(now, usage)
         self._has_ended |= any(choice.get("finish_reason") for choice in choices)
+        self._answered.token_ids += [token for choice in choices for token in choice.get("token_ids") or ()]
         return None
 
     def verdict(self, *, is_done: bool) -> str | None:

@@ -40,14 +40,19 @@ class Load:
     request_rate: float | None  # a second; None: as soon as there is room
     seed: int
     think_seconds: float = 0.0  # that a client waits on average before it sends its next request
+    num_turns: int = 1  # of a chat: so many requests in a row are one; each begins with all that was said before
+
+    def begins(self, number: int) -> bool:
+        """Whether a request is a chat's first."""
+        return number % self.num_turns == 0
 
     def arrivals(self) -> list[float]:
-        """Seconds after the start."""
+        """Seconds after the start. A chat's later turns follow its earlier ones: 0."""
         if self.request_rate is None:
             return [0.0] * self.num_prompts
         source, now, times = random.Random(self.seed), 0.0, []
-        for _ in range(self.num_prompts):
-            times.append(now)
+        for number in range(self.num_prompts):
+            times.append(now if self.begins(number) else 0.0)
             now += source.expovariate(self.request_rate)
         return times
 
@@ -158,14 +163,20 @@ async def _ask_all(
     load = replace(load, num_prompts=len(prompts))
     arrivals, thinking = load.arrivals(), load.thinking()
 
-    async def one(number: int, prompt: PromptText) -> None:
-        await asyncio.sleep(begin + arrivals[number] - time.perf_counter())
+    async def one(first: int) -> None:
+        """A request, or all turns of a chat."""
+        await asyncio.sleep(begin + arrivals[first] - time.perf_counter())
         async with room:  # a client thinks, then sends
-            await asyncio.sleep(thinking[number])
-            answers.append(await ask(streams, asking, prompt, number))
-        progress(len(answers), len(prompts))
+            said: tuple[int, ...] = ()
+            own = asking if asking.chat is None else replace(asking, chat=f"{asking.chat}-{first}")
+            for number, prompt in list(enumerate(prompts))[first : first + load.num_turns]:
+                await asyncio.sleep(thinking[number])
+                asked = replace(prompt, ids=(*said, *prompt.ids)) if said else prompt
+                answers.append(await ask(streams, own, asked, number))
+                said = (*asked.ids, *answers[-1].token_ids)
+                progress(len(answers), len(prompts))
 
-    await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+    await asyncio.gather(*(one(first) for first in range(0, len(prompts), load.num_turns)))
     return sorted(answers, key=lambda answer: answer.number)
 
 

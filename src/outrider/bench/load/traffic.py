@@ -47,13 +47,22 @@ class TrafficPlan:
     num_prompts: int | None = None  # at each level; None: by its size
     temperature: float = 0.0
     seed: int = 0
+    num_turns: int = 1  # of a chat
 
     def num_requests(self, level: Level) -> int:
+        """Whole chats."""
         if self.num_prompts is not None:
-            return self.num_prompts
-        if level.clients is None:
-            return REQUESTS_AT_A_RATE
-        return max(MIN_REQUESTS, REQUESTS_OF_A_CLIENT * level.clients)
+            wanted = self.num_prompts
+        elif level.clients is None:
+            wanted = REQUESTS_AT_A_RATE
+        else:
+            wanted = max(MIN_REQUESTS, REQUESTS_OF_A_CLIENT * level.clients)
+        return -(-wanted // self.num_turns) * self.num_turns
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a chat at its end."""
+        return self.num_turns * (self.prompt_len + self.answer_len)
 
     @property
     def most_requests(self) -> int:
@@ -62,7 +71,8 @@ class TrafficPlan:
     def load(self, level: Level, run: int) -> Load:
         """The load of a run: the same for both sides; every run has arrivals of its own."""
         think = self.think_seconds if level.clients is not None else 0.0
-        return Load(self.num_requests(level), 0, level.clients, level.rate, self.seed + run, think)
+        number = self.num_requests(level)
+        return Load(number, 0, level.clients, level.rate, self.seed + run, think, self.num_turns)
 
     def asking(self) -> Asking:
         return Asking("", False, self.answer_len, self.temperature, self.seed, ignore_eos=True)
@@ -101,6 +111,7 @@ def measure_levels(
     for level in plan.levels:
         warm = replace(plan.load(level, plan.num_runs), request_rate=None)
         num_warm = max(warm.num_prompts // 2, level.clients or MIN_REQUESTS)
+        num_warm = -(-num_warm // plan.num_turns) * plan.num_turns
         warm = replace(warm, num_prompts=min(warm.num_prompts, num_warm))
         for side in sides:
             run(side, warm, level.name)

@@ -54,6 +54,16 @@ AnswerLen = Annotated[
         min=2,
     ),
 ]
+NumTurns = Annotated[
+    int,
+    option(
+        LOAD,
+        "--turns",
+        metavar="N",
+        help="Of chats: each request repeats all that was said before, and goes on.",
+        min=1,
+    ),
+]
 NumPrompts = Annotated[int | None, option(LOAD, "--num-prompts", metavar="N", help=_PROMPTS_HELP, min=1)]
 NumRuns = Annotated[int, option(LOAD, "--num-runs", metavar="N", help="Runs of each side at each level.", min=1)]
 Temperature = Annotated[float, option(LOAD, "--temperature", "-t", metavar="T", help="0 is greedy.", min=0.0)]
@@ -75,6 +85,7 @@ class TrafficOptions:
     think: Think = 0.02
     prompt_len: PromptLen = None
     answer_len: AnswerLen = None
+    turns: NumTurns = 1
     num_prompts: NumPrompts = None
     num_runs: NumRuns = 3
     temperature: Temperature = 0.0
@@ -96,6 +107,7 @@ class TrafficOptions:
             num_prompts=self.num_prompts,
             temperature=self.temperature,
             seed=self.seed,
+            num_turns=self.turns,
         )
 
 
@@ -133,6 +145,7 @@ def traffic(
       outrider bench traffic
       outrider bench traffic MODEL --draft DRAFTER --concurrency 1,8,32
       outrider bench traffic MODEL --draft ngram --rate 2,4,8 --http
+      outrider bench traffic --turns 4 --concurrency 1,8
       outrider bench traffic --shape llama-3.1-8b --draft eagle3 --accept-length 3
     """
     options = options.named(target, needs_model=shape is None)
@@ -207,8 +220,8 @@ def _config(opening: SidesToOpen, plan: TrafficPlan) -> EngineConfig:
     options, limits = opening.options, batch_limits(opening.options.device)
     settings: dict[str, Any] = {
         "max_num_seqs": max((level.clients or limits.max_num_seqs) for level in plan.levels),
-        "max_model_len": max(plan.prompt_len + plan.answer_len, options.max_model_len or 0),
-        "enable_prefix_caching": False,
+        "max_model_len": max(plan.longest, options.max_model_len or 0),
+        "enable_prefix_caching": plan.num_turns > 1,
     }
     if opening.shape is None:
         return options.config(default_method="ngram", **settings)

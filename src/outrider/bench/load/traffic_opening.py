@@ -108,7 +108,8 @@ def server_arguments(options: EngineOptions, config: EngineConfig) -> list[str]:
         "--max-num-queued-reqs": MAX_QUEUED,
     }
     given = [part for name, value in limits.items() for part in (name, str(value))]
-    return [*options.arguments(), *given, "--no-enable-prefix-caching"]
+    caching = "--enable-prefix-caching" if config.enable_prefix_caching else "--no-enable-prefix-caching"
+    return [*options.arguments(), *given, caching]
 
 
 def _named(config: EngineConfig) -> list[tuple[str, SpeculativeConfig | None]]:

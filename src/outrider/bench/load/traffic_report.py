@@ -14,6 +14,7 @@ from rich.text import Text
 
 from outrider import __version__
 from outrider.bench.interleave import Spread
+from outrider.bench.load.serve_client import Answered
 from outrider.bench.load.serve_load import LoadOutcome
 from outrider.bench.load.serve_report import LatencyFigures
 from outrider.bench.load.traffic import LevelRuns, TrafficPlan, output_rate
@@ -45,6 +46,7 @@ def to_dict(setting: TrafficSetting, plan: TrafficPlan, found: Sequence[LevelRun
         **vars(setting),
         "prompt_tokens": plan.prompt_len,
         "answer_tokens": plan.answer_len,
+        "num_turns": plan.num_turns,
         "arrivals": "clients" if plan.levels[0].clients is not None else "poisson",
         "think_seconds": plan.think_seconds if plan.levels[0].clients is not None else None,
         "temperature": plan.temperature,
@@ -84,9 +86,17 @@ def _side(runs: Sequence[LoadOutcome]) -> dict[str, Any]:
         "tokens_per_second": Spread(tuple(output_rate(run) for run in runs)).to_dict(),
         "ttft_ms": _latency(first),
         "tpot_ms": _latency(token),
+        "cached_share": _cached_share(answers),
         "drafted_rounds": rounds,
         "accept_length": round(accept_length(rounds, accepted), 3) if rounds else None,
     }
+
+
+def _cached_share(answers: Sequence[Answered]) -> float | None:
+    """Of all tokens of prompts, those that were found in pages."""
+    known = [(each.num_cached, each.num_prompt_tokens) for each in answers]
+    cached, total = (sum(pair[place] or 0 for pair in known) for place in (0, 1))
+    return round(cached / total, 4) if total else None
 
 
 def _latency(figures: LatencyFigures | None) -> dict[str, float] | None:
@@ -114,13 +124,17 @@ def _asked(report: dict[str, Any]) -> str:
     waits = f"clients wait {report['think_seconds']:g} s on average between requests"
     arrivals = waits if report["arrivals"] == "clients" else "requests arrive at random times"
     lengths = f"prompts of {report['prompt_tokens']} tokens, answers of {report['answer_tokens']}"
+    if report["num_turns"] > 1:
+        lengths = f"chats of {report['num_turns']} turns, {lengths} each, hits: prompt tokens found in pages"
     runs = f"{report['num_runs']} run{'s' if report['num_runs'] != 1 else ''} of every level, sides in turn"
     return f"{lengths}, drafter {report['drafter'] or 'none'}; {arrivals}; {runs}"
 
 
 def _table(report: dict[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for title in ("level", "side", "tokens/s", "x plain", "TTFT ms", "p99", "TPOT ms", "p99", "AL"):
+    is_chat = report["num_turns"] > 1
+    titles = ("level", "side", "tokens/s", "x plain", "TTFT ms", "p99", "TPOT ms", "p99", "AL")
+    for title in (*titles, "hits") if is_chat else titles:
         table.add_column(title, no_wrap=True, justify="left" if title in ("level", "side") else "right")
     for level in report["levels"]:
         for name in (name for name in SIDES if name in level):
@@ -129,7 +143,8 @@ def _table(report: dict[str, Any]) -> Table:
             length = f"{side['accept_length']:.2f}" if side["accept_length"] is not None else ""
             cells = [*_cells(side["ttft_ms"], 0), *_cells(side["tpot_ms"], 2)]
             rate = f"{side['tokens_per_second']['median']:.0f}"
-            table.add_row(level["level"] if name == "plain" else "", name, rate, ratio, *cells, length)
+            hits = [f"{side['cached_share'] or 0:.1%}"] if is_chat else []
+            table.add_row(level["level"] if name == "plain" else "", name, rate, ratio, *cells, length, *hits)
     return table
 
 
