@@ -24,7 +24,7 @@ def stream(stop: list[str] | None = None) -> TextStream:
 @given(TOKENS, st.sets(st.integers(0, 150)), st.booleans())
 def test_text_does_not_depend_on_when_it_is_read(tokens: list[int | None], looked_at: set[int], finishes: bool) -> None:
     """Nor on whether a stop string is watched for that never comes."""
-    lazy, often, watched = stream(), stream(), stream(["\0 no such text"])
+    lazy, often, watched = stream(), stream(), stream(["\U0010ffff no such text"])
     for number, token in enumerate(tokens):
         for each in (lazy, often, watched):
             assert each.add(token, may_stop=True) is None

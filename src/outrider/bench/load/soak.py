@@ -15,7 +15,7 @@ from typing import Any
 from outrider.bench.interleave import Progress
 from outrider.bench.load.serve_load import connect
 from outrider.bench.load.server_process import ServerProcess, server_process
-from outrider.bench.load.soak_clients import NUM_CHATS, QUESTIONS, Crowd, Replay, mean_accept_length
+from outrider.bench.load.soak_clients import NUM_CHATS, QUESTIONS, Crowd, Replay, mean_accept_lengths
 
 # Scarce on purpose: 100 pages of the embedded model's, where eight sequences of 512 tokens would want 264. Enough for
 # the chats to find what they said before, too few when somebody asks for many answers.
@@ -167,7 +167,7 @@ def judge(soak: Soak) -> list[str]:
     failures += [f"question {number} got {len(found)} answers" for number, found in texts.items() if len(found) > 1]
     if len(texts) < len(QUESTIONS):
         failures.append("some questions were never answered")
-    first, last = mean_accept_length(soak.first), mean_accept_length(soak.last)
+    first, last = mean_accept_lengths(soak.first, soak.last)
     if not first or not last or abs(last / first - 1) > MAX_CHANGE:
         failures.append(f"accept length went from {first:.3f} to {last:.3f}")
     if after.memory > soak.before.memory * (1 + MAX_CHANGE) + MEMORY_ROOM:
@@ -188,6 +188,7 @@ def judge(soak: Soak) -> list[str]:
 def to_dict(soak: Soak) -> dict[str, Any]:
     tally = soak.crowd.tally
     queries = soak.moved("vllm:prefix_cache_queries_total")
+    first, last = mean_accept_lengths(soak.first, soak.last)
     return {
         "benchmark": "bench soak",
         "seconds": round(soak.seconds, 1),
@@ -199,8 +200,8 @@ def to_dict(soak: Soak) -> dict[str, Any]:
         "repeated_share_of_prompts": _share(tally.num_repeated_tokens, tally.num_prompt_tokens),
         "prefix_hit_rate": _share(soak.moved("vllm:prefix_cache_hits_total"), queries),
         "replays": len(tally.replays),
-        "accept_length_first": round(mean_accept_length(soak.first), 4),
-        "accept_length_last": round(mean_accept_length(soak.last), 4),
+        "accept_length_first": round(first, 4),
+        "accept_length_last": round(last, 4),
         "memory_mib": [round(value / 2**20, 1) for value in (soak.before.memory, *soak.quarters, soak.after.memory)],
         "files": [soak.before.num_files, soak.after.num_files],
         "threads": [soak.before.num_threads, soak.after.num_threads],

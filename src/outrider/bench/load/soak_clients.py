@@ -271,7 +271,16 @@ def _ask(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def mean_accept_length(replays: Sequence[Replay]) -> float:
-    """0 where nothing was drafted."""
-    rounds = sum(replay.num_rounds for replay in replays)
-    return accept_length(rounds, sum(replay.num_accepted for replay in replays)) if rounds else 0.0
+def mean_accept_lengths(*several: Sequence[Replay]) -> list[float]:
+    """Of each of these, over the questions that all of them have been asked: texts differ in how well they are drafted,
+    and whoever is in a hurry asks some of them more often. 0 where nothing was drafted."""
+    common = set.intersection(*({replay.question for replay in replays if replay.num_rounds} for replays in several))
+    found = []
+    for replays in several:
+        each = [[replay for replay in replays if replay.question == question] for question in common]
+        lengths = [
+            accept_length(sum(one.num_rounds for one in group), sum(one.num_accepted for one in group))
+            for group in each
+        ]
+        found.append(sum(lengths) / len(lengths) if lengths else 0.0)
+    return found
