@@ -60,6 +60,13 @@ def small_milliseconds(shape: RoundShape, num_prompt_rows: int) -> float:
     return took if shape.rests else took + 0.1 + 0.16 * shape.depth + 0.0012 * num_prompt_rows
 
 
+def cpu_milliseconds(shape: RoundShape, num_prompt_rows: int) -> float:
+    """The same for a tiny target on two cores: every row is dear."""
+    took = 0.9 + 0.1 * (shape.num_seats if num_prompt_rows else shape.num_rows) + 0.12 * num_prompt_rows
+    drafts = 0.2 * shape.depth * (1 + 0.1 * shape.num_seats)
+    return took if shape.rests else took + 0.05 + drafts + 0.0125 * num_prompt_rows
+
+
 class SimulatedDrafting(Drafting):
     """What a drafter would do is bookkeeping here."""
 

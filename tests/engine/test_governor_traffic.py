@@ -8,7 +8,7 @@ import random
 import statistics
 
 import pytest
-from simulated import LOOKAHEAD, Rate, SimulatedEngine, Traffic, small_milliseconds
+from simulated import LOOKAHEAD, Rate, SimulatedEngine, Traffic, cpu_milliseconds, small_milliseconds
 
 from outrider.engine.governor import Governor
 from outrider.engine.policy import FixedDepth
@@ -87,6 +87,14 @@ def test_drafts_that_stand_for_all(clients: int) -> None:
 @pytest.mark.parametrize("clients", [8, 32, 128])
 def test_drafts_that_stand_for_nobody(rates: str, clients: int) -> None:
     assert adaptive(rates, clients, 0) > 0.98 * traffic(rates, clients).run(Plain())[0]
+
+
+def test_it_is_found_out_what_a_drafter_takes_to_follow_prompts() -> None:
+    """All prompts are of one length, and no draft pays: nor does it pay to show them to the drafter."""
+    asked = Traffic(1, alike(0.5), 192, 256, 32, 0.02, cpu_milliseconds)
+    plain = asked.run(Plain())[0]
+    assert max(asked.run(FixedDepth(depth))[0] for depth in (1, 2, 5)) < plain
+    assert asked.run(Governor(LOOKAHEAD, 2))[0] > 0.988 * plain
 
 
 @pytest.mark.parametrize("clients", [1, 2, 4])

@@ -28,6 +28,7 @@ REVIEW, RARE_REVIEW = 4, 16  # rounds between decisions, while drafts pay or not
 REVIEW_SECONDS, RARE_SECONDS = 0.03, 0.1  # and seconds at least: a decision takes a host half a millisecond
 TRIAL_BUDGET = 0.005  # share of the time that trials may cost of which nothing new is expected
 MADE_WINDOW = 32  # rounds that the share of a draft that is made looks back on
+UNREAD = 4  # prompts that are read without the drafter, so that one of them is timed
 ANSWER = 256  # tokens that a request is expected to say, if it may
 PROMPT_WINDOW = 256  # rounds that the share of prompts looks back on
 
@@ -38,6 +39,7 @@ class SizeStats:
 
     depth: int  # in use
     pays: bool = True  # drafts would, if all were drafted for
+    num_unread: int = 0  # prompts that the drafter was not shown, though drafts may pay
     saving: float = math.inf  # seconds that drafts save of what a token takes, if all are drafted for
     trial: int | None = None  # the depth that is tried now
     num_left: float = 0.0  # rounds of the trial
@@ -188,6 +190,9 @@ class Governor:
         size = self._sizes.get(number) or self._latest
         if size is None:
             return True
+        if size.depth == 0 and size.num_unread < UNREAD and not self._times.knows_reading(number):
+            size.num_unread += 1
+            return False  # what it costs to follow a prompt is not known before one was read without
         if size.depth > 0 or size.pays:
             again = num_unseen * self._times.prompt_seconds(number, rests=False)
             wanted = again == 0 or again < min(num_left, ANSWER) * size.saving

@@ -118,6 +118,10 @@ class Times:
         kind = self._kinds.get(Key(size, depth == 0, False))
         return kind is not None and depth in kind.depths
 
+    def knows_reading(self, size: int) -> bool:
+        """Whether rounds were timed that read prompts without the drafter."""
+        return Key(size, True, True) in self._kinds
+
     def fade(self, size: int, depth: int) -> None:
         """What is known may be out of date."""
         if self.knows(size, depth):
@@ -178,12 +182,27 @@ class Times:
                 return last if high == low else first + (last - first) * (depth - low) / (high - low)
         return None
 
+    def _apart(self, key: Key) -> float | None:
+        """Seconds of a row of a prompt, by what rounds take that read some and those that do not."""
+        reading, calm = self._kinds.get(key), self._kinds.get(key._replace(reads=False))
+        if reading is None or calm is None:
+            return None
+        for depth in sorted(reading.depths.keys() & calm.depths.keys(), key=lambda each: -reading.depths[each].count):
+            more, less = reading.depths[depth], calm.depths[depth]
+            if more.rows > less.rows:
+                return max(more.seconds - less.seconds, 0.0) / (more.rows - less.rows)
+        return None
+
     def _slope(self, key: Key) -> float | None:
         kind = self._kinds.get(key)
         return kind.slope if kind is not None else self._prior(key)
 
     def _prior(self, key: Key) -> float | None:
-        """What such rounds take for a row with another number of requests, or other rounds with the same."""
+        """What such rounds take for a row with another number of requests, or other rounds with the same. Where prompts
+        are read, and all of them may be of one length: how much longer that takes than not to read any."""
+        apart = self._apart(key) if key.reads else None
+        if apart is not None:
+            return apart
         near = [
             (abs(each.size - key.size), each)
             for each in self._kinds
