@@ -21,7 +21,7 @@ from outrider.engine.request import Request, Work
 from outrider.engine.round import Round
 from outrider.engine.round_sizes import FEW_SEATS, MISSED_ROWS, NUM_ROWS, rows_between, seat_sizes
 from outrider.engine.runner import Runner
-from outrider.kernels.gpu.upload import upload
+from outrider.kernels.gpu.graph_upload import upload_graph
 from outrider.kernels.mail import take_seats
 from outrider.kernels.round import NUM_COUNTS
 from outrider.types import Hidden, RoundShape
@@ -313,7 +313,7 @@ class Graphs:
         with self._capturing(graph):
             outcomes = self._run(key)
         self._pool = self._pool or graph.pool()
-        upload(graph)
+        upload_graph(graph)
         return Recording(graph, outcomes, self._runner.options.generation)
 
     @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 
-def upload(graph: torch.cuda.CUDAGraph) -> None:
+def upload_graph(graph: torch.cuda.CUDAGraph) -> None:
     """`graph` has been recorded, and will be replayed on the current stream. Where torch does not tell the driver's
     name of a graph, its first replay sends it."""
     named = getattr(graph, "raw_cuda_graph_exec", None)
