@@ -267,10 +267,9 @@ class Governor:
     def _review(self, number: int, size: SizeStats, requests: Sequence[Request]) -> None:
         """Takes the depth that looks best, or begins a trial where one is due."""
         found = self._offers(number, *self._expected(requests))
-        usual = self._usual(number, requests)
-        if usual is not None:
-            size.pays = usual[1] * (1.0 if size.pays else MARGIN) < usual[0]
-            size.saving = max(usual[0] - usual[1], 0.0)
+        plain, drafts = self._usual(number, requests)
+        size.pays = drafts * (1.0 if size.pays else MARGIN) < plain
+        size.saving = max(plain - drafts, 0.0)
         if size.depth not in found:
             return
         now = found[size.depth]
@@ -343,14 +342,14 @@ class Governor:
         hopeful = self._offers(number, *self._expected(requests, HOPE / math.sqrt(len(requests))))
         return any(offer.token_seconds < plain.token_seconds for depth, offer in hopeful.items() if depth)
 
-    def _usual(self, number: int, requests: Sequence[Request]) -> tuple[float, float] | None:
+    def _usual(self, number: int, requests: Sequence[Request]) -> tuple[float, float]:
         """Seconds that a token takes without drafts, and with them, if all requests were drafted for, and were as they
-        come. Those whose drafts stand leave sooner."""
+        come; while nothing is known of one of them, drafts are hoped for. Those whose drafts stand leave sooner."""
         usual = self._survival.usual(np.array([request.slot for request in requests]))
         stay = 1 / (1 + usual.sum(1))
         found = self._offers(number, usual, len(requests) * stay / stay.sum())
         if 0 not in found or len(found) < 2:
-            return None
+            return math.inf, 0.0
         return found[0].token_seconds, min(offer.token_seconds for depth, offer in found.items() if depth)
 
     def _offers(self, number: int, survival: np.ndarray, many: np.ndarray) -> dict[int, Offer]:
