@@ -169,8 +169,9 @@ async def _ask_all(
         async with room:  # a client thinks, then sends
             said: tuple[int, ...] = ()
             own = asking if asking.chat is None else replace(asking, chat=f"{asking.chat}-{first}")
-            for number, prompt in list(enumerate(prompts))[first : first + load.num_turns]:
+            for number in range(first, min(first + load.num_turns, len(prompts))):
                 await asyncio.sleep(thinking[number])
+                prompt = prompts[number]
                 asked = replace(prompt, ids=(*said, *prompt.ids)) if said else prompt
                 answers.append(await ask(streams, own, asked, number))
                 said = (*asked.ids, *answers[-1].token_ids)
