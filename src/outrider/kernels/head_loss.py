@@ -12,8 +12,8 @@ from torch import Tensor
 from outrider.kernels.dispatch import use_triton
 
 CHUNK_ELEMENTS = {"cpu": 2**21, "cuda": 2**27}  # logits that are looked at at a time
-FADING = 3.0  # of the Kullback-Leibler divergence in the LK hybrid, with the overlap
 KEPT_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # where there are no more, slopes are kept for the way back
+FADING = 3.0  # of the Kullback-Leibler divergence in the LK hybrid, with the overlap
 
 
 @dataclass(frozen=True)

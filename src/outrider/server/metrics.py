@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from outrider.engine.engine import Engine
 from outrider.engine.request import Progress
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.watchdog import AcceptanceCounts, Watchdog, context_bucket
 from outrider.server.tally import Tally
 from outrider.server.task import Task
@@ -101,11 +102,7 @@ class Metrics:
         self._running.set_function(lambda: len(scheduler.running))
         self._waiting.set_function(lambda: len(scheduler.waiting))
         self._cache.set_function(lambda: 1 - pool.num_free / pool.capacity)
-        self._seen = [
-            scheduler.prefixes.stats.queried,
-            scheduler.prefixes.stats.hit,
-            scheduler.num_preemptions,
-        ]  # of before do not count
+        self._seen = _counted(scheduler)  # of before do not count
         watchdog = self._watchdog = engine.watchdog
         if watchdog is not None:
             self._dead.set_function(lambda: watchdog.is_dead)
@@ -116,9 +113,8 @@ class Metrics:
     # what happened
 
     def stepped(self, engine: Engine, seconds: float) -> None:
-        scheduler = engine.scheduler
         self._steps.add(seconds)
-        now = [scheduler.prefixes.stats.queried, scheduler.prefixes.stats.hit, scheduler.num_preemptions]
+        now = _counted(engine.scheduler)
         counters = (self._queried, self._hit, self._preempted)
         for counter, value, before in zip(counters, now, self._seen, strict=True):
             counter.add(value - before)
@@ -192,3 +188,9 @@ class Metrics:
         """Prometheus adds _total to the name."""
         metric = Counter(name, about, ["model_name", *([label] if label else [])], registry=self._registry)
         return metric if label else metric.labels(self._model)
+
+
+def _counted(scheduler: Scheduler) -> list[int]:
+    """Tokens that were looked for in pages and found there, and preemptions, since the engine began."""
+    stats = scheduler.prefixes.stats
+    return [stats.queried, stats.hit, scheduler.num_preemptions]
