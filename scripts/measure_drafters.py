@@ -46,12 +46,15 @@ def say(text: str) -> None:
 
 
 def prompts_of(llm: LLM, path: Path, limit: int) -> list[list[int]]:
-    """First turns, through the chat template, spread over the file."""
-    conversations = read_conversations(path, None)
+    """First turns, through the chat template of a target that has one, spread over the file."""
+    conversations, tokenizer = read_conversations(path, None), llm.get_tokenizer()
     found = []
     for conversation in conversations[:: max(len(conversations) // limit, 1)][:limit]:
-        messages = [{"role": role, "content": content} for role, content in conversation.asked()[:1]]
-        ids = llm.chat_prompt(messages)["prompt_token_ids"]
+        role, content = conversation.asked()[0]
+        if tokenizer.has_chat_template:
+            ids = llm.chat_prompt([{"role": role, "content": content}])["prompt_token_ids"]
+        else:
+            ids = tokenizer.encode(content)
         if len(ids) <= ROOM:
             found.append(ids)
     return found

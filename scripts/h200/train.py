@@ -12,6 +12,7 @@ peers      the same against transformers, compiled and with prompt lookup
 ablate     what of the recipe matters (scripts/ablate_training.py)
 pack       drafters, cards and pictures to $OUT, in pieces, and every figure in one JSON file
 
+CHAT=no: a target without a chat template is given the prompts as they are.
 Where it works, $STATE, everything is kept from call to call. $HEADS: a folder with drafters that an earlier call has
 packed, to go on from where $STATE is gone."""
 
@@ -63,7 +64,7 @@ OPTIONS: dict[str, list[str]] = {
 SIZES = (
     ["--row-len", "128", "--tokens-per-step", "512"] if SMOKE else ["--row-len", "1024", "--tokens-per-step", "16384"]
 )
-NAMED = ["--target", TARGET] if TARGET else []
+NAMED = [*(["--target", TARGET] if TARGET else []), *(["--no-chat"] if os.environ.get("CHAT") == "no" else [])]
 
 
 def outrider(*arguments: Any) -> list[str]:
