@@ -137,7 +137,7 @@ def make_drafters(options: DraftersOptions) -> None:
         return
     for number, (row_len, minutes) in enumerate(zip(options.row_lens, options.minutes, strict=True)):
         length = {"minutes": minutes} if options.max_steps is None else {"max_steps": options.max_steps}
-        rates = {"matrix_rate": 5e-3, "rate": 5e-4} if number else {"matrix_rate": 2e-2, "rate": 1e-3}
+        rates = {"matrix_rate": 1.5e-2, "rate": 5e-4} if number else {"matrix_rate": 6e-2, "rate": 1e-3}
         judging = {"data": options.data / "held-out.jsonl", "held_out": 60, "validations": 3, "patience": 0}
         size = {"depth": 5, "row_len": row_len, "tokens_per_step": options.tokens_per_step}
         running = []

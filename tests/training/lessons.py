@@ -50,7 +50,7 @@ class School:
     def trainer(self, rows: Rows, **lessons: Any) -> Trainer:
         how = Lessons(**{"num_rows": len(rows), "depth": DEPTH, **lessons})
         teacher = Teacher(self.llm.target, self.drafter.taps, rows)
-        return Trainer(self.drafter, teacher, rows, how, Rates(matrices=0.02, others=0.01, averaging=0.9))
+        return Trainer(self.drafter, teacher, rows, how, Rates(matrices=0.05, others=0.01, averaging=0.9))
 
     def lesson(self, rows: Rows) -> Lesson:
         return self.trainer(rows).lesson(rows, torch.arange(len(rows)))

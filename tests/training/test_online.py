@@ -14,7 +14,7 @@ from outrider.training.online import CURRENT, OnlineLearner, OnlineOptions
 from outrider.training.optimizer import Rates
 
 ASKED = [f"{begin} {what}" for begin in ("Once upon a time", "The little") for what in ("a dog", "the sea", "Anna ran")]
-FAST = Rates(matrices=0.01, others=0.003, averaging=0.9)
+FAST = Rates(matrices=0.03, others=0.003, averaging=0.9)
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def test_from_prompts_to_a_drafter_that_serves(tmp_path: Path) -> None:
     """On the embedded target, in well under a minute: what it brings is what the engine measures with it."""
     data = write(tmp_path / "prompts.jsonl", [{"prompt": ask.format(thing)} for thing in THINGS for ask in ASKS])
     out = tmp_path / "drafter"
-    rates = ("--matrix-rate", "0.01", "--rate", "0.003", "--draft-vocabulary", "512")
+    rates = ("--matrix-rate", "0.04", "--rate", "0.003", "--draft-vocabulary", "512")
     done = run("eagle3", "--data", data, "--out", out, "--max-steps", "60", *SMALL, *rates, "--json")
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)

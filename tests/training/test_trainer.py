@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from outrider.pair import DEFAULT_DIRECTORY
 from outrider.tokenizer import Tokenizer
 from outrider.training.checkpoint import load_state, save_state
-from outrider.training.optimizer import Optimizer, Rates, orthogonal
+from outrider.training.optimizer import LEAST_SIZE, Optimizer, Rates, orthogonal
 from outrider.training.run import mask_token
 from outrider.training.texts import Text, counted, coverage, frequent, load_texts, pack, save_texts, usable
 from outrider.training.trainer import World
@@ -116,6 +116,38 @@ def test_orthogonal_has_singular_values_near_one() -> None:
         found = orthogonal(both)
         assert 0.6 < torch.linalg.svdvals(found).min() <= torch.linalg.svdvals(found).max() < 1.3
         torch.testing.assert_close(found, torch.stack([orthogonal(each) for each in both]))  # each by itself
+
+
+def test_steps_are_a_share_of_what_a_matrix_is(
+    target_path: Callable[..., Path], tmp_path: Path, texts: list[list[int]]
+) -> None:
+    """Weights that are eight times larger behind norms that are eight times smaller compute the same, and learn the
+    same: targets differ in that by more."""
+    losses = []
+    for larger in (1.0, 8.0):
+        school = lessons.open_school("eagle3", target_path("llama"), tmp_path / f"{larger}", texts)
+        block = school.drafter.network.first.block
+        with school.llm, torch.no_grad():
+            for norm in (block.attention_norm, school.drafter.network.first.hidden_norm, block.mlp_norm):
+                norm.weight.div_(larger)
+            for matrix in (block.attention.qkv, block.mlp.gate_up):
+                matrix.weight.mul_(larger)
+            trainer = school.trainer(lessons.rows_apart(texts))
+            trainer.optimizer = Optimizer(trainer.trained(), Rates(others=0.0, clip=1e9))
+            with torch.enable_grad():
+                for number in range(6):
+                    trainer.step(number / 6)
+                    losses.append(trainer.record.read()["loss"])
+    assert losses[0] - losses[5] > 0.05
+    assert losses[6:] == pytest.approx(losses[:6], abs=2e-3)
+
+
+def test_what_begins_as_nothing_learns_too() -> None:
+    matrix = torch.nn.Parameter(torch.zeros(6, 16))
+    matrix.grad = torch.randn(6, 16, generator=torch.Generator().manual_seed(2))
+    Optimizer({"markov": matrix}, Rates(matrices=0.1)).step(1.0)
+    size = float(matrix.detach().square().mean().sqrt())
+    assert 0.5 < size / (0.1 * LEAST_SIZE * 16**-0.5) < 1.5
 
 
 def test_adamw_is_torchs() -> None:

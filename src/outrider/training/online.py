@@ -37,7 +37,7 @@ class OnlineOptions:
     steps_per_version: int = 16  # from one judgement to the next
     num_kept: int = 512  # the latest texts, from which steps are drawn
     num_judged: int = 32  # the latest of those held out
-    rates: Rates = field(default_factory=lambda: Rates(matrices=1e-3, others=2e-4, averaging=0.98))
+    rates: Rates = field(default_factory=lambda: Rates(matrices=3e-3, others=2e-4, averaging=0.98))
     seed: int = 0
 
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a quintic that brings singular values near one in few steps
 NUM_ITERATIONS = 5
+LEAST_SIZE = 0.3  # of a matrix's numbers, where those of a random one, which keeps the size of what it reads, are one
 
 
 @dataclass(frozen=True)
 class Rates:
-    matrices: float = 2e-2  # Muon
+    matrices: float = 3e-2  # Muon: of the size of a matrix's numbers, so much is what a step changes
     others: float = 1e-3  # AdamW
     weight_decay: float = 0.0
     momentum: float = 0.95
@@ -55,6 +56,7 @@ class Optimizer:
         # embeddings and heads are tables of vectors, whose rows are seen at very different rates
         self.matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and not _is_table(name)}
         self.others = {name: p for name, p in parameters.items() if name not in self.matrices}
+        self.sizes = {name: _size(p) for name, p in self.matrices.items()}
         self._alike: dict[torch.Size, list[str]] = {}
         for name, matrix in self.matrices.items():
             self._alike.setdefault(matrix.shape, []).append(name)
@@ -91,9 +93,10 @@ class Optimizer:
         directions = orthogonal(torch.stack(torch._foreach_lerp(gradients, momenta, self.rates.momentum)))
         rate = self.rates.matrices * scale
         torch._foreach_mul_(parameters, 1 - rate * self.rates.weight_decay)
-        # its numbers are as large as AdamW's steps usually are, so that rates compare
-        size = 0.2 * math.sqrt(max(directions.shape[-2:]))
-        torch._foreach_add_(parameters, list(directions.unbind()), alpha=-rate * size)
+        # numbers of an orthogonal matrix, times this, are about one
+        unit = math.sqrt(max(directions.shape[-2:]))
+        moves = torch._foreach_mul(list(directions.unbind()), [-rate * unit * self.sizes[name] for name in names])
+        torch._foreach_add_(parameters, moves)
 
     def _step_others(self, rate: float) -> None:
         names = [name for name, p in self.others.items() if p.grad is not None]
@@ -142,6 +145,13 @@ class Optimizer:
         for name, value in mine.items():
             value.copy_(state[name])
         self.num_steps = num_steps
+
+
+def _size(matrix: Tensor) -> float:
+    """Of its numbers: a step is a share of that. Weights of one target's layers are twenty times as large as those of
+    another, whose norms make up for it. What begins as nothing, or next to it, counts as larger."""
+    size = float(matrix.detach().square().mean().sqrt())
+    return max(size, LEAST_SIZE * matrix.shape[1] ** -0.5)
 
 
 def _is_table(name: str) -> bool:
