@@ -130,6 +130,15 @@ def test_patience_costs_little(clients: int) -> None:
     )
 
 
+def test_sizes_that_pass_too_soon_to_be_judged() -> None:
+    """All 32 answers end together: on the way back there are 20 requests for a few rounds, which read prompts. It has
+    been found out by then that drafts do not pay for 32."""
+    asked = Traffic(32, alike(0.05), 18 * 32, 100, 128, 0.0001, small_milliseconds)
+    plain = asked.run(Plain())[0]
+    for seed in (0, 1):
+        assert asked.run(Governor(LOOKAHEAD, 33), seed=seed)[0] > 0.97 * plain
+
+
 @pytest.mark.parametrize("clients", [1, 2, 4])
 def test_few_clients_whose_drafts_stand_seldom(clients: int) -> None:
     asked = Traffic(clients, lambda number, now: 0.1, 24 * clients)

@@ -212,10 +212,12 @@ class Governor:
         return self._latest.depth if self._latest is not None else self.depths[-1]
 
     def _size(self, num_requests: int) -> SizeStats:
-        number = size_of(num_requests)
+        number, before = size_of(num_requests), self._latest
         size = self._sizes.get(number)
         if size is None:  # whatever was best for the batches before is a good start
-            size = self._sizes[number] = SizeStats(self.latest, self._latest is None or self._latest.pays)
+            size = self._sizes[number] = SizeStats(self.latest, before is None or before.pays)
+        elif before is not None and not before.depth and not before.pays and not self._times.compares(number):
+            size.depth, size.pays = 0, False  # it passed too soon to find that out by itself
         self._latest, self._number = size, number
         return size
 

@@ -118,6 +118,10 @@ class Times:
         kind = self._kinds.get(Key(size, depth == 0, False))
         return kind is not None and depth in kind.depths
 
+    def compares(self, size: int) -> bool:
+        """Whether rounds that read no prompt were timed both with drafts and without."""
+        return all(Key(size, rests, False) in self._kinds for rests in (True, False))
+
     def knows_reading(self, size: int) -> bool:
         """Whether rounds were timed that read prompts without the drafter."""
         return Key(size, True, True) in self._kinds
