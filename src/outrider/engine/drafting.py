@@ -71,6 +71,8 @@ class Drafting:
         most = self.policy.depth(requests, self._row_sizes)
         if any(request.prediction is not None for request in requests):
             most = self.drafter.lookahead
+        if not most:
+            return 0
         wanted = [request.most_drafts() for request in requests]
         return max(most if want is None else min(want, most) for want in wanted)
 
