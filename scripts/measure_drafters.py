@@ -174,7 +174,8 @@ def proof(arguments: argparse.Namespace, drafter: str) -> dict[str, Any]:
     certificate = certify_config(config, PromptChoice(None), QUICK if arguments.quick else FULL)
     counts = certificate.counts
     found = {"verdict": certificate.verdict, "accepted": counts.accepted, "rejected": counts.rejected,
-             "mismatches": counts.mismatches, "seconds": round(certificate.seconds, 1)}  # fmt: skip
+             "mismatches": counts.mismatches, "doubts": certificate.doubts,
+             "seconds": round(certificate.seconds, 1)}  # fmt: skip
     say(f"{Path(drafter).name:<12} certify --exact: {found}")
     return found
 

@@ -32,6 +32,10 @@ from outrider.certify.distribution import (
     Distribution,
     DrawTest,
     chi_squared,
+    draw,
+    evaluate_draws,
+    next_distributions,
+    plan_draws,
 )
 from outrider.certify.proof import COMPOSITIONS, certify, notices_corruption
 from outrider.certify.questions import OPTIONS, ProofEffort, ask
@@ -42,6 +46,7 @@ from outrider.engine import sampler as sampler_module
 from outrider.kernels import round as round_module
 from outrider.kernels.round import judge
 from outrider.outputs import Logprob
+from outrider.pair import DEFAULT_DIRECTORY
 from outrider.types import Step, Verdict
 
 SMALL = ProofEffort(num_prompts=2, num_seeds=1, max_tokens=10, alone_every=6, others_every=3, max_draws=500)
@@ -306,6 +311,19 @@ def test_p_values_of_mixed_distributions_are_uniform() -> None:
             draws += [(truth, token) for token in drawn.tolist()]
         values.append(chi_squared(draws))
     assert scipy.stats.kstest(values, "uniform").pvalue > 1e-3
+
+
+def test_draws_begin_where_there_is_a_choice() -> None:
+    """After a prompt whose next word is certain a wrong distribution looks like the right one, so draws begin later, in
+    an answer to it; and both of their tokens tell a wrong distribution from the right one."""
+    with LLM(DEFAULT_DIRECTORY / "target", None, max_model_len=64) as llm:
+        prompt = tuple(llm.get_tokenizer().encode("Once upon a"))
+        assert next_distributions(llm, [prompt])[0].probabilities[0] > 0.999
+        (output,) = llm.generate([list(prompt)], SamplingParams(temperature=1, seed=1, max_tokens=16, ignore_eos=True))
+        (plan,) = plan_draws(llm, {prompt: output.outputs[0].token_ids})
+        assert plan.prompt_token_ids[: len(prompt)] == prompt != plan.prompt_token_ids
+        first, second = evaluate_draws(plan, draw(llm, plan.prompt_token_ids, plan.num_draws(1500)), llm)
+        assert all(test.control_rejected and not test.differs for test in (first, second))
 
 
 def test_a_wrong_distribution_is_rejected() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,9 @@ CONTROL_TEMPERATURE = 1.3  # what the wrong distribution looks like
 RANK_EDGES = (1, 2, 3, 4, 6, 8, 12, 20)  # tokens are counted by their rank, the unlikely ones of all ranks together
 MIN_EXPECTED = 5.0  # draws in a bin, or the test's mathematics does not hold
 MIN_DRAWS = 400
-NUM_SCOUTS = 2  # first tokens that are looked beyond to choose a prompt
+NUM_SCOUTS = 2  # first tokens that are looked beyond to choose a text
+CUTS = (0, 1, 2, 4, 8, 12)  # tokens of an answer after which a draw may begin
+DRAW_TOKENS = 3  # of every draw: a third one lets the second be drafted
 MAX_STRATA = 512  # first tokens after each of which the second is tested
 FIRST_SEED = 7_000_000
 
@@ -56,8 +58,8 @@ def bin_of_rank(rank: int) -> int:
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """A prompt, its first token's distribution, and how much one draw tells right from wrong at the second token,
-    where drafts matter."""
+    """A text, its next token's distribution, and how much one draw tells right from wrong, at the first token or at the
+    second, where drafts matter: whichever it tells less of."""
 
     prompt_token_ids: tuple[int, ...]
     first: Distribution
@@ -114,17 +116,25 @@ def next_distributions(plain: LLM, prompts: Sequence[Sequence[int]]) -> list[Dis
     return found
 
 
-def plan_draws(plain: LLM, prompts: Sequence[Sequence[int]]) -> list[DrawPlan]:
-    """A plan for every prompt, the sharpest first: a next word that is neither certain nor arbitrary tells most."""
-    firsts = next_distributions(plain, prompts)
-    scouts = [(*ids, token) for ids, first in zip(prompts, firsts, strict=True) for token in first.tokens[:NUM_SCOUTS]]
+def plan_draws(plain: LLM, answers: Mapping[tuple[int, ...], Sequence[int]]) -> list[DrawPlan]:
+    """A plan for every prompt, the sharpest first: next words that are neither certain nor arbitrary tell most. Where a
+    prompt leaves no choice, a draw begins later, in the middle of an answer to it."""
+    texts = {
+        (*prompt, *answer[:cut]): prompt
+        for prompt, answer in answers.items()
+        for cut in CUTS
+        if cut == 0 or cut + DRAW_TOKENS <= len(answer)
+    }
+    firsts = dict(zip(texts, next_distributions(plain, list(texts)), strict=True))
+    scouts = [(*text, token) for text, first in firsts.items() for token in first.tokens[:NUM_SCOUTS]]
     beyond = iter(next_distributions(plain, scouts))
-    plans = []
-    for ids, first in zip(prompts, firsts, strict=True):
+    best: dict[tuple[int, ...], DrawPlan] = {}
+    for text, first in firsts.items():
         shares = first.probabilities[:NUM_SCOUTS]
-        distance = sum(share * next(beyond).distance_to_control() for share in shares)
-        plans.append(DrawPlan(tuple(ids), first, distance / sum(shares)))
-    return sorted(plans, key=lambda plan: plan.sharpness, reverse=True)
+        second = sum(share * next(beyond).distance_to_control() for share in shares) / sum(shares)
+        plan, known = DrawPlan(text, first, min(first.distance_to_control(), second)), best.get(texts[text])
+        best[texts[text]] = plan if known is None or plan.sharpness > known.sharpness else known
+    return sorted(best.values(), key=lambda plan: plan.sharpness, reverse=True)
 
 
 # drawing, on the speculative side
@@ -133,9 +143,9 @@ def plan_draws(plain: LLM, prompts: Sequence[Sequence[int]]) -> list[DrawPlan]:
 def draw(
     llm: LLM, prompt: Sequence[int], count: int, on_step: Callable[[int, int], None] | None = None
 ) -> list[RequestOutput]:
-    """Many short answers at temperature 1, each with a seed of its own; three tokens let the second one be drafted."""
+    """Many short answers at temperature 1, each with a seed of its own."""
     params = [
-        SamplingParams(temperature=1.0, seed=FIRST_SEED + number, max_tokens=3, ignore_eos=True, trace=True)
+        SamplingParams(temperature=1.0, seed=FIRST_SEED + number, max_tokens=DRAW_TOKENS, ignore_eos=True, trace=True)
         for number in range(count)
     ]
     return llm.generate([{"prompt_token_ids": list(prompt)}] * count, params, on_step=on_step)

@@ -25,7 +25,7 @@ from outrider.certify.comparison import (
     largest_logprob_difference,
 )
 from outrider.certify.distribution import DrawPlan, draw, evaluate_draws, plan_draws, second_token_drafts
-from outrider.certify.questions import FULL, OPTIONS, ProofEffort, ProofRequest, ask, built_in_prompts
+from outrider.certify.questions import FULL, OPTIONS, TEMPERATURES, ProofEffort, ProofRequest, ask, built_in_prompts
 from outrider.certify.random_depth import RandomDepth
 from outrider.config import EngineConfig, SpeculativeConfig, batch_limits
 from outrider.engine.policy import FixedDepth
@@ -146,8 +146,12 @@ class Proof:
             tolerance = tolerance_of(plain)
             pairs = zip((reference[place] for place in self.sample), alone, strict=True)
             mismatches = sum(len(list(differences(left, right, tolerance))) for left, right in pairs)
-            distinct = dict.fromkeys(each.prompt_token_ids for each in self.questions)
-            return reference, plan_draws(plain, list(distinct)), mismatches
+            answers = {
+                question.prompt_token_ids: output.outputs[0].token_ids
+                for question, output in zip(self.questions, reference, strict=True)
+                if question.option == "plain" and question.temperature == max(TEMPERATURES)
+            }
+            return reference, plan_draws(plain, answers), mismatches
 
     # the speculative side
 
@@ -198,7 +202,7 @@ class Proof:
             certificate.self_check = notices_corruption(outputs, tolerance, llm.target.vocab_size)
 
     def _draw(self, plans: Sequence[DrawPlan]) -> tuple[DrawPlan, list[RequestOutput]]:
-        """Of the sharpest prompts, the first that the drafter has something to say about."""
+        """Of the sharpest plans, the first that the drafter has something to say about."""
         with self.subject.open(max_num_seqs=32, enable_prefix_caching=True) as llm:
             drafted = (plan for plan in plans if second_token_drafts(draw(llm, plan.prompt_token_ids, NUM_TRIALS))[0])
             plan = next(drafted, plans[0])
