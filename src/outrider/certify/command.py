@@ -28,8 +28,8 @@ def certify_command(
     """Prove that speculative output is what the target alone says.
 
     Token for token, however requests are batched. Exit status 0: proven. 1: an answer differs. 3: no difference, but
-    the run proves nothing, and says why: nothing was accepted, say, or nothing rejected. Without a drafter, n-grams draft. The drafter always drafts, and drafts
-    as much as possible: how much it helps is not the question.
+    the run proves nothing, and says why: nothing was accepted, say, or nothing rejected. Without a drafter, n-grams
+    draft. The drafter always drafts, and drafts as much as possible: how much it helps is not the question.
 
     \b
     Examples:
