@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import sys
@@ -111,6 +112,19 @@ class FakeSide:
 
     def close(self) -> None:
         pass
+
+
+def test_no_run_is_judged_by_one_look_through_the_heap() -> None:
+    frozen: list[int] = []
+
+    class Watching(FakeSide):
+        def answer(self, prompts: Any, max_tokens: int) -> Timing:
+            frozen.append(gc.get_freeze_count())
+            return super().answer(prompts, max_tokens)
+
+    interleave([Watching("a", [1.0, 1.0], [])], [[[1]]], 11, 2)
+    assert len(frozen) == 3
+    assert min(frozen) > 10_000 > gc.get_freeze_count()
 
 
 def test_sides_take_turns_after_a_warm_up() -> None:

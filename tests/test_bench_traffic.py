@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import re
@@ -162,6 +163,7 @@ def test_time_begins_when_a_client_sends_and_not_when_the_engine_looks(side: Eng
 
 def test_sides_take_turns_at_every_level() -> None:
     log: list[tuple[str, int, int]] = []
+    frozen: list[int] = []
 
     class Told:
         def __init__(self, name: str) -> None:
@@ -169,6 +171,7 @@ def test_sides_take_turns_at_every_level() -> None:
 
         def run(self, prompts: Sequence[PromptText], load: Load) -> LoadOutcome:
             log.append((self.name, load.num_prompts, load.seed))
+            frozen.append(gc.get_freeze_count())
             answers = [Answered(n, 0.0, 0.1, 1.0, num_tokens=6) for n in range(load.num_prompts)]
             return LoadOutcome(answers, 1.0, ASKING, None)
 
@@ -180,6 +183,7 @@ def test_sides_take_turns_at_every_level() -> None:
     log.clear()
     measure_levels([Told("a")], [], replace(PLAN, num_prompts=10, num_runs=1), silent)
     assert [each[:2] for each in log] == [("a", 5), ("a", 10)]  # half a run first, which is not counted
+    assert min(frozen) > 10_000 > gc.get_freeze_count()  # the heap is not looked through in the middle of a run
 
 
 def test_requests_that_fail_void_the_measurement() -> None:

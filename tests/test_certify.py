@@ -49,7 +49,7 @@ from outrider.outputs import Logprob
 from outrider.pair import DEFAULT_DIRECTORY
 from outrider.types import Step, Verdict
 
-SMALL = ProofEffort(num_prompts=2, num_seeds=1, max_tokens=10, alone_every=6, others_every=3, max_draws=500)
+SMALL = ProofEffort(num_prompts=2, num_seeds=1, max_tokens=10, alone_every=6, others_every=3, max_draws=1500)
 
 
 @pytest.fixture(scope="module")

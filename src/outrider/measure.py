@@ -17,6 +17,7 @@ from outrider.drafters.suffix import Suffix
 from outrider.engine.stages import AbsentDrafter
 from outrider.llm import LLM
 from outrider.outputs import CompletionOutput, RequestOutput
+from outrider.processes import frozen_heap
 from outrider.prompts import Prompt
 from outrider.sampling_params import SamplingParams
 
@@ -127,6 +128,7 @@ class Comparison:
         return self.plain.seconds / self.drafted.seconds
 
 
+@frozen_heap()
 def compare(drafted: LLM, plain: LLM, question: Question, first: Run) -> Comparison:
     """Timed runs in turn, so that both sides meet the same weather; `first` warmed the drafted side up. What a drafter
     has learnt from the question's earlier answers is forgotten before each."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from outrider.bench.sides import Prompts, Side, Timing
+from outrider.processes import frozen_heap
 from outrider.sampling_params import Speculation
 
 Progress = Callable[[str, int, int], None]  # what, done, total
@@ -102,6 +103,7 @@ def _decode_seconds(run: Sequence[Timing]) -> float:
     return sum(timing.seconds - timing.first_token for timing in run)
 
 
+@frozen_heap()
 def interleave(
     sides: Sequence[Side], batches: Sequence[Prompts], max_tokens: int, num_runs: int, progress: Progress | None = None
 ) -> list[Record]:

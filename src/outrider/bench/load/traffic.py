@@ -12,6 +12,7 @@ from outrider.bench.load.serve_client import Asking
 from outrider.bench.load.serve_load import Load, LoadOutcome
 from outrider.bench.load.traffic_sides import TrafficSide
 from outrider.bench.prompts import PromptText
+from outrider.processes import frozen_heap
 
 Note = Callable[[str], None]
 MIN_REQUESTS, REQUESTS_OF_A_CLIENT, REQUESTS_AT_A_RATE = 16, 3, 64
@@ -86,6 +87,7 @@ class LevelRuns:
     runs: list[list[LoadOutcome]]
 
 
+@frozen_heap()
 def measure_levels(
     sides: Sequence[TrafficSide],
     prompts: Sequence[PromptText],
