@@ -1,4 +1,4 @@
-/* CPU kernels in fp32 for native.py: linear, norms, activations, rotary cache writes, paged attention, argmax.
+/* CPU kernels in fp32 for native.py: linear, norms, activations, rotary cache writes, paged attention, the choice of a token.
  * One rule everywhere: the bits of an output row depend on that row's inputs alone, never on batch or thread count.
  *
  * How the rule is kept: every output element is summed in one fixed order, whichever tile computes it. A dot
@@ -58,6 +58,7 @@ enum {
 #include "linear.c"
 #include "tile_linear.c"
 #include "rows.c"
+#include "sampling.c"
 #include "attention.c"
 #include "block.c"
 #include "chain.c"

@@ -37,6 +37,7 @@ _OPERATIONS = (
     "rms_norm",
     "gated",
     "row_argmax",
+    "draw",
     "rope_write",
     "paged_attention",
     "block",

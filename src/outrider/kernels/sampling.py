@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.kernels import native
+from outrider.kernels import native, native_sampling
 from outrider.kernels.collective import Ranks
 from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.filters import without_dropped
@@ -127,6 +127,11 @@ def choose(
         logits = without_dropped(logits, sampling, rows, GREEDY_TEMPERATURE)
     if use_triton(logits):
         return _choose_triton(logits, sampling, rows, positions, ids, out, sharpness)
+    if use_native(logits) and not sampling.greedy:
+        found = native_sampling.draw(
+            logits, sampling, rows, positions, ids, least=GREEDY_TEMPERATURE, sharpness=sharpness
+        )
+        return found if out is None else out.copy_(found)
     best = argmax(logits)
     if not sampling.greedy:
         temperature = sampling.temperature[rows]
