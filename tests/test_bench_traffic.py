@@ -138,6 +138,19 @@ def test_a_turn_begins_with_all_that_was_said_before(target_path: Callable[..., 
             assert [each.num_cached for each in answers] == [0, 12, 24] * 2  # of 13 and 27 that have rows
 
 
+def test_requests_are_drawn_as_the_plan_says(side: EngineSide) -> None:
+    asked: list[SamplingParams] = []
+
+    def make(prompt: PromptText, params: SamplingParams) -> Any:
+        asked.append(params)
+        return side.make(prompt, params)
+
+    prompts = traffic_prompts(PromptVocabulary(None, tiny.VOCAB), 3, 8)
+    plan = replace(PLAN, temperature=0.7, top_p=0.6)
+    EngineSide("drawn", side.engine, make, plan.asking()).run(prompts, Load(3, 0, 1, None, 0))
+    assert [(params.temperature, params.top_p) for params in asked] == [(0.7, 0.6)] * 3
+
+
 def test_requests_join_the_loop_of_the_engine(side: EngineSide) -> None:
     prompts = traffic_prompts(PromptVocabulary(None, tiny.VOCAB), 9, 8)
     for clients in (1, 3):
@@ -308,8 +321,9 @@ def test_one_command_gives_a_card_a_picture_and_a_line_of_json(
 
 def test_plain_alone_and_at_a_rate(target_path: Callable[..., Path], tmp_path: Path) -> None:
     given = ("--model", target_path(), "--no-draft", "--rate", "200,400", "--plot", tmp_path / "a.png")
-    report, said = call(*given, *QUICK, "--json")
+    report, said = call(*given, *QUICK, "--temperature", "0.8", "--top-p", "0.9", "--json")
     assert [level["request_rate"] for level in report["levels"]] == [200, 400]
+    assert (report["temperature"], report["top_p"]) == (0.8, 0.9)
     assert report["drafter"] is None
     assert all("speculative" not in level for level in report["levels"])
     assert "TTFT" not in said

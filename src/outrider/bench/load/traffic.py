@@ -47,6 +47,7 @@ class TrafficPlan:
     num_runs: int
     num_prompts: int | None = None  # at each level; None: by its size
     temperature: float = 0.0
+    top_p: float = 1.0
     seed: int = 0
     num_turns: int = 1  # of a chat
 
@@ -76,7 +77,7 @@ class TrafficPlan:
         return Load(number, 0, level.clients, level.rate, self.seed + run, think, self.num_turns)
 
     def asking(self) -> Asking:
-        return Asking("", False, self.answer_len, self.temperature, self.seed, ignore_eos=True)
+        return Asking("", False, self.answer_len, self.temperature, self.seed, ignore_eos=True, top_p=self.top_p)
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,9 @@ NumTurns = Annotated[
 NumPrompts = Annotated[int | None, option(LOAD, "--num-prompts", metavar="N", help=_PROMPTS_HELP, min=1)]
 NumRuns = Annotated[int, option(LOAD, "--num-runs", metavar="N", help="Runs of each side at each level.", min=1)]
 Temperature = Annotated[float, option(LOAD, "--temperature", "-t", metavar="T", help="0 is greedy.", min=0.0)]
+TopP = Annotated[
+    float, option(LOAD, "--top-p", metavar="P", help="Of the likeliest tokens, so much.", min=1e-6, max=1.0)
+]
 Seed = Annotated[int, option(LOAD, "--seed", metavar="S", help="Of arrivals and prompts.")]
 Http = Annotated[bool, option(LOAD, "--http", help="Through two servers of our own. Needs the serve extra.")]
 Shape = Annotated[str | None, option(RANDOM, "--shape", metavar="NAME", help=_SHAPE_HELP)]
@@ -89,6 +92,7 @@ class TrafficOptions:
     num_prompts: NumPrompts = None
     num_runs: NumRuns = 3
     temperature: Temperature = 0.0
+    top_p: TopP = 1.0
     seed: Seed = 0
 
     def plan(self, *, is_small: bool) -> TrafficPlan:
@@ -106,6 +110,7 @@ class TrafficOptions:
             num_runs=self.num_runs,
             num_prompts=self.num_prompts,
             temperature=self.temperature,
+            top_p=self.top_p,
             seed=self.seed,
             num_turns=self.turns,
         )

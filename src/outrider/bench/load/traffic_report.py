@@ -50,6 +50,7 @@ def to_dict(setting: TrafficSetting, plan: TrafficPlan, found: Sequence[LevelRun
         "arrivals": "clients" if plan.levels[0].clients is not None else "poisson",
         "think_seconds": plan.think_seconds if plan.levels[0].clients is not None else None,
         "temperature": plan.temperature,
+        "top_p": plan.top_p,
         "num_runs": plan.num_runs,
         "levels": levels,
     }
@@ -126,8 +127,10 @@ def _asked(report: dict[str, Any]) -> str:
     lengths = f"prompts of {report['prompt_tokens']} tokens, answers of {report['answer_tokens']}"
     if report["num_turns"] > 1:
         lengths = f"chats of {report['num_turns']} turns, {lengths} each, hits: prompt tokens found in pages"
+    drawn = f", temperature {report['temperature']:g}" if report["temperature"] else ""
+    drawn += f", top_p {report['top_p']:g}" if report["top_p"] < 1 else ""
     runs = f"{report['num_runs']} run{'s' if report['num_runs'] != 1 else ''} of every level, sides in turn"
-    return f"{lengths}, drafter {report['drafter'] or 'none'}; {arrivals}; {runs}"
+    return f"{lengths}{drawn}, drafter {report['drafter'] or 'none'}; {arrivals}; {runs}"
 
 
 def _table(report: dict[str, Any]) -> Table:

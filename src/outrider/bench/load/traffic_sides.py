@@ -117,6 +117,7 @@ class EngineSide:
         asking, chat = self.asking, f"{self.num_runs}-{number // load.num_turns}"
         return SamplingParams(
             temperature=asking.temperature,
+            top_p=asking.top_p,
             max_tokens=asking.max_tokens,
             ignore_eos=asking.ignore_eos,
             seed=asking.seed + number,
