@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.kernels.native import _address, _native
 from outrider.types import Sampling
 
-_DRAW = struct.Struct("@10q 4q 2d")  # draw_work of sampling.c
+_DRAW = struct.Struct("@10q 3q 2d")  # draw_work of sampling.c
 
 
 def draw(
@@ -27,6 +27,9 @@ def draw(
     logits, rows, positions = logits.contiguous(), rows.contiguous(), positions.contiguous()
     num_rows, width = logits.shape
     assert width > 0, logits.shape
+    filters = (0, 0, 0)
+    if sampling.filtered:
+        filters = _address(sampling.top_k, torch.int64), _address(sampling.top_p), _address(sampling.min_p)
     out = torch.empty(num_rows, dtype=torch.int64, device="cpu")
     work = _DRAW.pack(
         _address(logits),
@@ -35,11 +38,9 @@ def draw(
         0 if ids is None else _address(ids, torch.int64, width),
         _address(sampling.temperature),
         _address(sampling.seed, torch.int64),
-        _address(sampling.top_k, torch.int64),
-        _address(sampling.top_p),
-        _address(sampling.min_p),
+        *filters,
         out.data_ptr(),
-        *(num_rows, width, sampling.filtered, torch.get_num_threads()),
+        *(num_rows, width, torch.get_num_threads()),
         *(least, sharpness),
     )
     _native().draw(work)

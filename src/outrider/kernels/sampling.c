@@ -17,10 +17,10 @@ typedef struct {
     const float *logits;
     const int64_t *rows, *positions, *ids; /* a row's slot and place; which ids the columns are about, NULL: all */
     const float *temperature; /* this and the next ones by slot */
-    const int64_t *seed, *top_k;
+    const int64_t *seed, *top_k; /* top_k, top_p and min_p are NULL where nobody filters */
     const float *top_p, *min_p;
     int64_t *out;
-    long num_rows, width, filtered, num_threads;
+    long num_rows, width, num_threads;
     double least, sharpness;
 } draw_work;
 
@@ -191,10 +191,14 @@ static void run_filtered(race *race, const draw_work *work, const float *logits,
     }
 }
 
+INLINE int has_filter(const draw_work *work, long slot) {
+    return work->top_k[slot] < work->width || work->top_p[slot] < 1.0f || work->min_p[slot] > 0.0f;
+}
+
 static void draw_rows(const void *opaque, long first, long end) {
     const draw_work *work = opaque;
     token_set set = {0};
-    if (work->filtered) {
+    if (work->top_k) {
         size_t room = (size_t)(work->width + LANES);
         set.values = malloc(room * 4), set.weights = malloc(room * 4), set.columns = malloc(room * 4);
     }
@@ -208,8 +212,7 @@ static void draw_rows(const void *opaque, long first, long end) {
             race running = {key, work->ids, -INFINITY, column};
             float best = logits[column] / temperature;
             enter(&running, column, best * (float)work->sharpness, random_bits(&running, column));
-            int filters = work->top_k[slot] < work->width || work->top_p[slot] < 1.0f || work->min_p[slot] > 0.0f;
-            if (work->filtered && filters) run_filtered(&running, work, logits, slot, best, &set);
+            if (work->top_k && has_filter(work, slot)) run_filtered(&running, work, logits, slot, best, &set);
             else run_all(&running, logits, work->width, temperature, (float)work->sharpness);
             column = running.column;
         }
