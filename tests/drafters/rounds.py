@@ -68,7 +68,7 @@ def check_logits(path: Path, settings: dict[str, Any], expected: Expected) -> No
     with LLM(path, {"num_speculative_tokens": 3, "adaptive": False, **settings}, max_model_len=160, page_size=4) as llm:
         assert isinstance(llm.drafter, FeedbackDrafter)
         logits = llm.drafter.logits
-        llm.drafter.native_chain = lambda: None  # type: ignore[method-assign]
+        llm.drafter.native_chain = lambda drawn: None  # type: ignore[method-assign]
         llm.drafter.logits = lambda x: seen.append(logits(x)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
         completion = llm.generate([PROMPTS[0]], params)[0].outputs[0]
     length = len(PROMPTS[0]) + 1

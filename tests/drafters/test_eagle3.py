@@ -389,5 +389,37 @@ def test_one_native_call_drafts_what_single_steps_draft(
     native = [each.trace for each in generate(target_path("llama"), settings)]
     assert len(calls) > 20
     assert set(calls) == {3}
-    monkeypatch.setattr(Eagle3, "native_chain", lambda self: None)
+    monkeypatch.setattr(Eagle3, "native_chain", lambda self, drawn: None)
     assert [each.trace for each in generate(target_path("llama"), settings)] == native
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 7, "min_p": 0.05}])
+@pytest.mark.parametrize("name", ["plain", "norm_output", "absolute_ids", "reduced_vocabulary", "logit_scale"])
+def test_one_native_call_draws_what_single_steps_draw(
+    name: str,
+    filters: dict[str, Any],
+    target_path: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A greedy request, and two that draw; where logits are scaled, they are drawn step by step."""
+    path, _ = make(tmp_path / "head", OPTIONS[name])
+    settings = {"method": "eagle3", "model": str(path), "num_speculative_tokens": 3, "force": True}
+    params = [SamplingParams(temperature=heat, seed=number, max_tokens=24, ignore_eos=True, trace=True, **filters)
+              for number, heat in enumerate((0.0, 0.7, 1.3))]  # fmt: skip
+    calls: list[bool] = []
+    run = NativeChain.__call__
+
+    def noted(self: NativeChain, *given: Any) -> None:
+        calls.append(given[-1] is not None)
+        run(self, *given)
+
+    def traces() -> list[Any]:
+        with LLM(target_path("llama"), settings, max_model_len=64) as llm:
+            return [each.outputs[0].trace for each in llm.generate([[3, 4, 5], [9, 8], [7, 7, 7, 1]], params)]
+
+    monkeypatch.setattr(NativeChain, "__call__", noted)
+    native = traces()
+    assert (sum(calls) > 15) == (name != "logit_scale")
+    monkeypatch.setattr(Eagle3, "native_chain", lambda self, drawn: None)
+    assert traces() == native

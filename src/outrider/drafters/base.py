@@ -323,6 +323,11 @@ def _ahead(step: Step) -> Ahead:
     return memo[name]
 
 
+def draft_positions(step: Step) -> Tensor:
+    """Where the tokens of a draft will stand, [depth, B]."""
+    return _ahead(step).following()
+
+
 def _kept_ahead(rows: Batch, ahead: int) -> Recurrence:
     return Recurrence(torch.full_like(rows.request, ahead), rows.request[:, None], first=ahead + 1)
 
@@ -338,7 +343,7 @@ def draft_chain(
     """Token after token: `first` [B, V] are the logits after the newest token, `advance(token, n)` those after
     draft token n. Choices use the target's own noise. `ids` maps a reduced vocabulary to the target's."""
     slots, ahead = step.batch.slots, _ahead(step)
-    positions = ahead.following()  # [depth, B]
+    positions = draft_positions(step)
     new = slots.new_empty if lookahead == step.depth else slots.new_zeros
     tokens, logits = new(lookahead, len(slots)), first
     for number in range(step.depth):

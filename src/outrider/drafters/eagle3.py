@@ -141,8 +141,9 @@ class Eagle3(FeedbackDrafter):
             taps = self._target[0].norm(taps)
         return self.network.combine(taps)
 
-    def native_chain(self) -> tuple[NativeChain, Rotary] | None:
-        """For a single plain layer, and tables that lie in memory as they are."""
+    def native_chain(self, *, drawn: bool) -> tuple[NativeChain, Rotary] | None:
+        """For a single plain layer, and tables that lie in memory as they are. What logits are times decides nothing
+        while tokens are the best ones."""
         network, config, embed = self.network, self.config, self.embed
         block, head = network.first.block, network.head or self._target[0].head
         if len(network.rest) or not isinstance(block, DecoderBlock) or not block.has_native():
@@ -150,6 +151,8 @@ class Eagle3(FeedbackDrafter):
         if embed.packed is not None or embed.ranks is not None or embed.scale != 1.0 or head.columns is not None:
             return None
         if embed.weight.shape[1] != config.hidden_size or head.softcap or config.logit_scale <= 0:
+            return None
+        if drawn and config.logit_scale != 1:
             return None
         assert block._native is not None
         known = self._chain

@@ -11,11 +11,21 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from outrider.drafters.base import Drafter, chain_rows, draft_chain, extend, no_draft, shifted, single_rows
+from outrider.drafters.base import (
+    SHARPNESS,
+    Drafter,
+    chain_rows,
+    draft_chain,
+    draft_positions,
+    extend,
+    no_draft,
+    shifted,
+    single_rows,
+)
 from outrider.drafters.reader import Reader
-from outrider.kernels import native
 from outrider.kernels.chain import NativeChain
 from outrider.kernels.dispatch import use_native
+from outrider.kernels.sampling import choose, drawing_of
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import Block, DecoderBlock, attention_weights, mlp_weights
 from outrider.layers.embedding import Embedding, Head, embed_rows
@@ -193,13 +203,14 @@ class FeedbackDrafter(Drafter):
             return self.logits(normed)
 
         first = self.logits(normed)
-        chain = self.native_chain() if step.sampling.greedy and use_native(first) else None
-        if chain is not None:
+        chain = self.native_chain(drawn=not step.sampling.greedy) if use_native(first) else None
+        if chain is not None and (step.sampling.greedy or not step.sampling.extra):
             return draft_natively(chain, step, self.lookahead, first, feedback)
         return draft_chain(step, self.lookahead, first, advance, self.target_ids())
 
-    def native_chain(self) -> tuple[NativeChain, Rotary] | None:
-        """What drafts the tokens after the first in one call, where it can; and what its layer turns by."""
+    def native_chain(self, *, drawn: bool) -> tuple[NativeChain, Rotary] | None:
+        """What drafts the tokens after the first in one call, where it can; and what its layer turns by. `drawn`: they
+        are not just the best ones."""
         return None
 
     def reread(self, **changes: Any) -> Self:
@@ -217,14 +228,15 @@ class FeedbackDrafter(Drafter):
 def draft_natively(
     chain: tuple[NativeChain, Rotary], step: Step, lookahead: int, first: Tensor, feedback: Tensor
 ) -> Draft:
-    """As draft_chain(), greedily: `first` [B, V] are the logits after the newest token, `feedback` [B, H] the state."""
+    """As draft_chain(): `first` [B, V] are the logits after the newest token, `feedback` [B, H] the state."""
     run, rotary = chain
     rows, depth = chain_rows(step, FIRST_KEY, lag=1), step.depth
     tokens = torch.zeros(lookahead, len(first), dtype=torch.long)
-    best = native.row_argmax(first)
-    tokens[0] = best if run.parts.ids is None else run.parts.ids[best]
+    slots, positions, ids = step.batch.slots, draft_positions(step), run.parts.ids
+    choose(first, step.sampling, slots, positions[0], ids, tokens[0], SHARPNESS)
     if depth > 1:
-        run(tokens[:depth], feedback, rows, rotary(rows))
+        drawing = None if step.sampling.greedy else drawing_of(step.sampling, slots, positions, ids, SHARPNESS)
+        run(tokens[:depth], feedback, rows, rotary(rows), drawing)
     return Draft(tokens.T, torch.where(step.emits, depth, 0))
 
 

@@ -1,5 +1,5 @@
 /* A drafting head that feeds its own state back, token after token, in one call: embedding and state normed side by
- * side, one block, the final norm, the head, the best token; then the same from that token. Nothing new is computed
+ * side, one block, the final norm, the head, the choice of a token; then the same from that token. Nothing new is computed
  * here: these are the kernels of native.c one after the other, with the same bits. Included by native.c. */
 
 typedef struct {
@@ -12,7 +12,22 @@ typedef struct {
     long depth, num_outputs, residual_is_normed, head_reads_normed, feeds_normed;
     double eps;
     block_call call; /* of the rows one place ahead; those further ahead follow in cosine, write_locations, ... */
+    draw_work draw; /* how tokens are drawn, and where those of the first place will stand; no seed: greedily */
 } chain_call;
+
+static void choose_tokens(const chain_call *chain, const float *logits, long ahead) {
+    long rows = chain->call.num_rows;
+    int64_t *tokens = chain->tokens + ahead * rows;
+    if (chain->draw.seed) {
+        draw_work draw = chain->draw;
+        draw.logits = logits, draw.positions += ahead * rows, draw.out = tokens;
+        outrider_draw(&draw);
+        return;
+    }
+    argmax_work best = {logits, tokens, rows, chain->num_outputs, chain->call.num_threads};
+    outrider_row_argmax(&best);
+    for (long row = 0; chain->ids && row < rows; row++) tokens[row] = chain->ids[tokens[row]];
+}
 
 EXPORT void outrider_chain(const chain_call *chain) {
     block_call call = chain->call;
@@ -40,10 +55,7 @@ EXPORT void outrider_chain(const chain_call *chain) {
         for (long row = 0; row < rows; row++)
             norm_row(&norm, out + row * hidden, NULL, NULL, normed + row * hidden);
         project(&call, chain->head_reads_normed ? normed : out, hidden, &chain->head, NULL, logits, chain->num_outputs);
-        argmax_work best = {logits, chain->tokens + ahead * rows, rows, chain->num_outputs, call.num_threads};
-        outrider_row_argmax(&best);
-        for (long row = 0; chain->ids && row < rows; row++)
-            chain->tokens[ahead * rows + row] = chain->ids[chain->tokens[ahead * rows + row]];
+        choose_tokens(chain, logits, ahead);
         state = chain->feeds_normed ? normed : out;
         call.cosine += rows * call.rotary_half, call.sine += rows * call.rotary_half;
         call.write_locations += rows, call.indices += rows;

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from outrider.kernels import native
 from outrider.kernels.block import NativeBlock
+from outrider.kernels.native_sampling import NO_DRAW, Drawing
 from outrider.kernels.packed import Packed
 from outrider.types import Batch
 
-_CHAIN = struct.Struct("@4q 4q 4q 5q d 11q 6q")  # chain_call of chain.c
+_CHAIN = struct.Struct("@4q 4q 4q 5q d 11q 6q 10q 3q 2d")  # chain_call of chain.c
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,12 @@ class NativeChain:
     def __init__(self, block: NativeBlock, parts: ChainParts) -> None:
         self.block, self.parts = block, parts
 
-    def __call__(self, tokens: Tensor, state: Tensor, ahead: Batch, rotary: tuple[Tensor, Tensor]) -> None:
+    def __call__(
+        self, tokens: Tensor, state: Tensor, ahead: Batch, rotary: tuple[Tensor, Tensor], drawing: Drawing | None = None
+    ) -> None:
         """tokens [depth, B], of which the first row is known: the others are written. state [B, H] belongs to the row
-        before them. `ahead`: the rows [depth - 1, B] that follow it, as flat as `rotary` is."""
+        before them. `ahead`: the rows [depth - 1, B] that follow it, as flat as `rotary` is. `drawing`: of all places
+        [depth, B]; None: tokens are the best."""
         parts, block = self.parts, self.block
         depth, rows = tokens.shape
         num_outputs, hidden = parts.head[0].shape
@@ -77,5 +81,6 @@ class NativeChain:
             rotary[0].shape[1],
             ahead.first_key,
             torch.get_num_threads(),
+            *(NO_DRAW if drawing is None else drawing.fields(rows, num_outputs)),
         )
         native._native().chain(work)

@@ -11,37 +11,46 @@ from outrider.kernels.native import _address, _native
 from outrider.types import Sampling
 
 _DRAW = struct.Struct("@10q 3q 2d")  # draw_work of sampling.c
+NO_DRAW = (0,) * 13 + (0.0, 0.0)
 
 
-def draw(
-    logits: Tensor,
-    sampling: Sampling,
-    rows: Tensor,
-    positions: Tensor,
-    ids: Tensor | None,
-    *,
-    least: float,
-    sharpness: float,
-) -> Tensor:
-    """As sampling.choose(), with its filters. Rows whose temperature is at most `least` are greedy."""
-    logits, rows, positions = logits.contiguous(), rows.contiguous(), positions.contiguous()
+class Drawing:
+    """How tokens are drawn: `rows` [R] are slots in `sampling`; the rest as in sampling.choose(). Positions may be of
+    several choices, [.., R]. Rows whose temperature is at most `least` are greedy."""
+
+    def __init__(
+        self, sampling: Sampling, rows: Tensor, positions: Tensor, ids: Tensor | None, *, least: float, sharpness: float
+    ) -> None:
+        self.sampling, self.ids = sampling, ids
+        self.rows, self.positions = rows.contiguous(), positions.contiguous()  # C sees addresses: they must stay
+        self.least, self.sharpness = least, sharpness
+
+    def fields(self, num_rows: int, width: int, logits: int = 0, out: int = 0) -> tuple[float, ...]:
+        """Of draw_work, for logits of such a width; where they are, and where tokens go."""
+        sampling, filters = self.sampling, (0, 0, 0)
+        assert width > 0
+        assert self.positions.numel() % num_rows == 0, (self.positions.shape, num_rows)
+        if sampling.filtered:
+            filters = _address(sampling.top_k, torch.int64), _address(sampling.top_p), _address(sampling.min_p)
+        return (
+            logits,
+            _address(self.rows, torch.int64, num_rows),
+            _address(self.positions, torch.int64),
+            0 if self.ids is None else _address(self.ids, torch.int64, width),
+            _address(sampling.temperature),
+            _address(sampling.seed, torch.int64),
+            *filters,
+            out,
+            *(num_rows, width, torch.get_num_threads()),
+            *(self.least, self.sharpness),
+        )
+
+
+def draw(logits: Tensor, drawing: Drawing) -> Tensor:
+    """The token of each row of logits [R, V], one of the filters' choice."""
+    logits = logits.contiguous()
     num_rows, width = logits.shape
-    assert width > 0, logits.shape
-    filters = (0, 0, 0)
-    if sampling.filtered:
-        filters = _address(sampling.top_k, torch.int64), _address(sampling.top_p), _address(sampling.min_p)
     out = torch.empty(num_rows, dtype=torch.int64, device="cpu")
-    work = _DRAW.pack(
-        _address(logits),
-        _address(rows, torch.int64, num_rows),
-        _address(positions, torch.int64, num_rows),
-        0 if ids is None else _address(ids, torch.int64, width),
-        _address(sampling.temperature),
-        _address(sampling.seed, torch.int64),
-        *filters,
-        out.data_ptr(),
-        *(num_rows, width, torch.get_num_threads()),
-        *(least, sharpness),
-    )
-    _native().draw(work)
+    if num_rows:
+        _native().draw(_DRAW.pack(*drawing.fields(num_rows, width, _address(logits), out.data_ptr())))
     return out

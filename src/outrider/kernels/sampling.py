@@ -128,9 +128,7 @@ def choose(
     if use_triton(logits):
         return _choose_triton(logits, sampling, rows, positions, ids, out, sharpness)
     if use_native(logits) and not sampling.greedy:
-        found = native_sampling.draw(
-            logits, sampling, rows, positions, ids, least=GREEDY_TEMPERATURE, sharpness=sharpness
-        )
+        found = native_sampling.draw(logits, drawing_of(sampling, rows, positions, ids, sharpness))
         return found if out is None else out.copy_(found)
     best = argmax(logits)
     if not sampling.greedy:
@@ -143,6 +141,14 @@ def choose(
         best = torch.where(temperature <= GREEDY_TEMPERATURE, best, drawn)
     best = best if ids is None else ids[best]
     return best if out is None else out.copy_(best)
+
+
+def drawing_of(
+    sampling: Sampling, rows: Tensor, positions: Tensor, ids: Tensor | None, sharpness: float
+) -> native_sampling.Drawing:
+    """How native kernels draw tokens."""
+    least = GREEDY_TEMPERATURE
+    return native_sampling.Drawing(sampling, rows, positions, ids, least=least, sharpness=sharpness)
 
 
 def _choose_triton(
