@@ -182,3 +182,14 @@ def test_rubbish_is_never_drawn_where_there_is_something_else(rubbish: float, to
     out = torch.zeros(200, dtype=torch.long)
     assert drawn(logits, sampling, rows, places, out=out) is out
     assert torch.equal(out, found)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_rubbish_hides_nothing_beside_it(top_p: float) -> None:
+    sampling = sampling_of([SamplingParams(temperature=1, top_p=top_p, seed=1)], 200)
+    random = torch.Generator().manual_seed(3)
+    logits = torch.randn(300, 200, generator=random) * 30
+    rubbish = torch.rand(300, 200, generator=random) < 0.3
+    rows, places = torch.zeros(300, dtype=torch.long), torch.arange(300)
+    wanted = drawn(logits.masked_fill(rubbish, -torch.inf), sampling, rows, places)
+    assert torch.equal(drawn(logits.masked_fill(rubbish, torch.nan), sampling, rows, places), wanted)

@@ -75,6 +75,7 @@ static void run_all(race *race, const float *logits, long width, float temperatu
     for (long first = 0; first < width; first += LANES) {
         long count = smaller(LANES, width - first);
         vector logit = load_up_to(logits + first, count) / divisor * factor;
+        logit = choose(logit == logit, logit, spread(-INFINITY)); /* NaN would hide what is beside it */
         if (fold_greatest(logit) < limit - MOST_NOISE) continue;
         vector chance = exp_vector(logit - limit);
         uint32_t bits[LANES];
