@@ -1,4 +1,5 @@
-/* CPU kernels in fp32 for native.py: linear, norms, activations, rotary cache writes, paged attention, the choice of a token.
+/* CPU kernels in fp32 for native.py: linear, norms, activations, rotary cache writes, paged attention, and the choice
+ * of a token.
  * One rule everywhere: the bits of an output row depend on that row's inputs alone, never on batch or thread count.
  *
  * How the rule is kept: every output element is summed in one fixed order, whichever tile computes it. A dot

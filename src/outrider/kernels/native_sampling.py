@@ -47,7 +47,7 @@ class Drawing:
 
 
 def draw(logits: Tensor, drawing: Drawing) -> Tensor:
-    """The token of each row of logits [R, V], one of the filters' choice."""
+    """The token of each row of logits [R, V]; filters are obeyed."""
     logits = logits.contiguous()
     num_rows, width = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device="cpu")
