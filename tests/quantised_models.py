@@ -27,18 +27,23 @@ def save(path: Path, config: dict[str, Any], tensors: Tensors) -> Path:
 def quantise_model(path: Path, way: str, family: str = "llama", **sizes: Any) -> tuple[Path, Path]:
     """A tiny model quantised, and the same numbers as a dense model. Of a mixture every expert has tensors of its own,
     as it is published."""
-    quantise, quantization = WAYS[way]
     model = tiny.reference(family, num_hidden_layers=2, **sizes)
     model.save_pretrained(path / "published")
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": "float32"}
+    return quantise_tensors(path, way, config, load_file(path / "published" / "model.safetensors"))
+
+
+def quantise_tensors(path: Path, way: str, config: dict[str, Any], tensors: Tensors) -> tuple[Path, Path]:
+    """Likewise of a model's config.json and its tensors."""
+    quantise, quantization = WAYS[way]
     stored: Tensors = {}
     dense: Tensors = {}
-    for name, tensor in load_file(path / "published" / "model.safetensors").items():
+    for name, tensor in tensors.items():
         if re.search(r"_proj\.weight$", name):
             parts, dense[name] = quantise(tensor)
             stored |= {name.removesuffix(".weight") + part.removeprefix("x"): parts[part] for part in parts}
         else:
             stored[name] = dense[name] = tensor
-    config = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": "float32"}
     quantised = save(path / "quantised", {**config, "quantization_config": quantization}, stored)
     return quantised, save(path / "dense", config, dense)
 

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeConfig
-from outrider.drafters import dflash, lesson
+from outrider.drafters import base, dflash, lesson, mtp, parallel
 from outrider.drafters.base import Drafter, drafters
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.dflash_training import corrected
+from outrider.drafters.eagle3 import Eagle3
 from outrider.drafters.fresh import Plan
-from outrider.drafters.lesson import Guess, Lesson, Teaching, teaching
+from outrider.drafters.lesson import Guess, Lesson, teaching
 from outrider.training.checkpoint import write_drafter
 from outrider.training.optimizer import Rates
 from outrider.training.run import training_copy
@@ -80,9 +81,14 @@ def open_school(form: str, target: Path, directory: Path, texts: list[list[int]]
         for name, tensor in fresh.tensors.items()
     }
     write_drafter(directory, fresh.config, tensors)
-    settings = SpeculativeConfig(model=str(directory), num_speculative_tokens=DEPTH, force=True)
-    llm = LLM(target, settings, device=device)
-    return School(llm, training_copy(llm, settings), directory, texts)
+    return school_of(target, directory, texts, device=device)
+
+
+def school_of(target: Path, directory: Path, texts: list[list[int]], device: str = "cpu", **settings: Any) -> School:
+    """For a drafter that lies there."""
+    speculative = SpeculativeConfig(model=str(directory), num_speculative_tokens=DEPTH, force=True, **settings)
+    llm = LLM(target, speculative, device=device)
+    return School(llm, training_copy(llm, speculative), directory, texts)
 
 
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,19 +103,68 @@ def rows_apart(texts: Sequence[Sequence[int]], row_len: int = ROW_LEN) -> Rows:
 
 def guessed(drafter: Any, lesson: Lesson) -> Callable[[int, int], Tensor]:
     """(the newest token's column, how far ahead) -> logits of the first row of a lesson."""
-    taught: Teaching = teaching(lesson, drafter._target[0], _head(drafter), drafter.target_ids())
     guesses: list[Guess] = drafter.guesses(lesson)
+    taught = [teaching(lesson, drafter._target[0], _head(drafter, each.ahead), drafter.target_ids()) for each in guesses]
     if isinstance(drafter, DFlash) and drafter.network.markov is not None:
-        taught, guesses = corrected(lesson, drafter.network.markov, taught, guesses)
+        wide, guesses = corrected(lesson, drafter.network.markov, taught[0], guesses)
+        taught = [wide] * len(guesses)
 
     def logits(newest: int, ahead: int) -> Tensor:
         guess = guesses[ahead]
         assert guess.ahead == ahead
         (place,) = (guess.anchors[0] == newest).nonzero()[:1, 0].tolist()
-        return taught.head.logits(guess.hidden[0, place])
+        return taught[ahead].head.logits(guess.hidden[0, place])
 
     return logits
 
 
-def _head(drafter: Any) -> Any:
-    return drafter.module(0).head if "mtp" in type(drafter).__module__ else drafter.network.head
+def _head(drafter: Any, ahead: int) -> Any:
+    if "mtp" not in type(drafter).__module__:
+        return drafter.network.head
+    return drafter.module(ahead % drafter.num_modules).head
+
+
+def listen(monkeypatch: pytest.MonkeyPatch, text: list[int]) -> list[list[tuple[int, Tensor]]]:
+    """Whatever a drafter thinks, it says what the text says. What it thought: by round, (place, logits [V])."""
+    rounds: list[list[tuple[int, Tensor]]] = []
+
+    def choose(
+        logits: Tensor,
+        sampling: Any,
+        rows: Tensor,
+        positions: Tensor,
+        ids: Tensor | None = None,
+        out: Tensor | None = None,
+        sharpness: float = 1.0,
+    ) -> Tensor:
+        for place, row in zip(positions.tolist(), logits, strict=True):
+            if not rounds or rounds[-1][-1][0] != place - 1:
+                rounds.append([])
+            rounds[-1].append((place, row.clone()))
+        said = torch.tensor([text[min(place, len(text) - 1)] for place in positions.tolist()])
+        return said if out is None else out.copy_(said)
+
+    for module in (base, parallel, mtp):
+        monkeypatch.setattr(module, "choose", choose)
+    monkeypatch.setattr(Eagle3, "native_chain", lambda self, drawn: None)  # which chooses by itself
+    return rounds
+
+
+def check_that_it_learns_as_it_serves(school: School, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row that the engine drafts with is a row of the loss, with the same logits."""
+    everywhere(monkeypatch)
+    text = school.texts[0]
+    with torch.no_grad():
+        logits = guessed(school.drafter, school.lesson(rows_apart([text])))
+        rounds = listen(monkeypatch, text)
+        params = SamplingParams(max_tokens=len(text) - 5, temperature=1.0, seed=3, ignore_eos=True)
+        (output,) = school.llm.generate([text[:5]], params)
+        assert output.outputs[0].token_ids == text[5:]
+        compared = 0
+        for steps in rounds:
+            newest = steps[0][0] - 1
+            for ahead, (place, served) in enumerate(steps):
+                if place < len(text) - 1 and ahead < DEPTH:
+                    torch.testing.assert_close(logits(newest, ahead), served, atol=1e-5, rtol=1e-5)
+                    compared += 1
+    assert compared >= 24

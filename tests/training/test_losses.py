@@ -7,6 +7,7 @@ from typing import Any
 
 import lessons
 import pytest
+import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,15 +16,14 @@ from torch.nn.functional import silu
 
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeConfig
-from outrider.drafters import base, mtp, parallel
-from outrider.drafters.eagle3 import Eagle3
+from outrider.drafters import base
 from outrider.drafters.fresh import Plan
 from outrider.drafters.lesson import Noise, places
 from outrider.kernels import dispatch
 from outrider.kernels.branches import branch_attention, branch_attention_reference
 from outrider.kernels.head_loss import Divergence, HeadMatrix, head_loss, head_loss_reference
 from outrider.pair import named_pair
-from outrider.training.checkpoint import write_drafter
+from outrider.training.checkpoint import exported, write_drafter
 from outrider.training.dialects import in_speculators_format
 from outrider.training.recorded_loss import NUM_SIZES, rounded_up
 from outrider.training.run import read_fresh, training_copy
@@ -46,52 +46,31 @@ def school(
         yield made
 
 
-def listen(monkeypatch: pytest.MonkeyPatch, text: list[int]) -> list[list[tuple[int, Tensor]]]:
-    """Whatever a drafter thinks, it says what the text says. What it thought: by round, (place, logits [V])."""
-    rounds: list[list[tuple[int, Tensor]]] = []
-
-    def choose(
-        logits: Tensor,
-        sampling: Any,
-        rows: Tensor,
-        positions: Tensor,
-        ids: Tensor | None = None,
-        out: Tensor | None = None,
-        sharpness: float = 1.0,
-    ) -> Tensor:
-        for place, row in zip(positions.tolist(), logits, strict=True):
-            if not rounds or rounds[-1][-1][0] != place - 1:
-                rounds.append([])
-            rounds[-1].append((place, row.clone()))
-        said = torch.tensor([text[min(place, len(text) - 1)] for place in positions.tolist()])
-        return said if out is None else out.copy_(said)
-
-    for module in (base, parallel, mtp):
-        monkeypatch.setattr(module, "choose", choose)
-    monkeypatch.setattr(Eagle3, "native_chain", lambda self, drawn: None)  # which chooses by itself
-    return rounds
-
-
 def test_the_network_that_serves_is_the_one_that_learns(
     school: lessons.School, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every row that the engine drafts with is a row of the loss, with the same logits."""
-    lessons.everywhere(monkeypatch)
-    text = school.texts[0]
-    with torch.no_grad():
-        logits = lessons.guessed(school.drafter, school.lesson(lessons.rows_apart([text])))
-        rounds = listen(monkeypatch, text)
-        params = SamplingParams(max_tokens=len(text) - 5, temperature=1.0, seed=3, ignore_eos=True)
-        (output,) = school.llm.generate([text[:5]], params)
-        assert output.outputs[0].token_ids == text[5:]
-        compared = 0
-        for steps in rounds:
-            newest = steps[0][0] - 1
-            for ahead, (place, served) in enumerate(steps):
-                if place < len(text) - 1 and ahead < lessons.DEPTH:
-                    torch.testing.assert_close(logits(newest, ahead), served, atol=1e-5, rtol=1e-5)
-                    compared += 1
-    assert compared >= 24
+    lessons.check_that_it_learns_as_it_serves(school, monkeypatch)
+
+
+def test_heads_with_latent_attention(
+    target_path: Callable[..., Path], tmp_path: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which nobody begins with, but may go on from (`--init`): they learn what they serve, and are written as they
+    were read."""
+    head = tiny.save_eagle3(tmp_path, tiny.eagle3_tensors(64, 64, 3, tiny.VOCAB, latent=True), **tiny.LATENT)
+    school = lessons.school_of(target_path("llama"), head, texts)
+    with school.llm:
+        trainer = school.trainer(lessons.rows_apart(texts))
+        losses = []
+        for number in range(12):
+            trainer.step(number / 12)
+            losses.append(trainer.record.read()["loss"])
+        assert losses[-1] < 0.9 * losses[0]
+        fresh = read_fresh(head)
+        write_drafter(tmp_path / "learnt", fresh.config, exported(school.drafter, trainer.optimizer.average, fresh))
+    school = lessons.school_of(target_path("llama"), tmp_path / "learnt", texts)
+    with school.llm:
+        lessons.check_that_it_learns_as_it_serves(school, monkeypatch)
 
 
 @pytest.mark.parametrize("form", ["eagle3", "dflash"])
@@ -103,7 +82,7 @@ def test_targets_with_recurrent_layers(
     texts = lessons.written(target, 3, 40)
     school = lessons.open_school(form, target, tmp_path, texts)
     with school.llm:
-        test_the_network_that_serves_is_the_one_that_learns(school, monkeypatch)
+        lessons.check_that_it_learns_as_it_serves(school, monkeypatch)
         packed, apart = pack([lessons.text_of(text) for text in texts], 128), lessons.rows_apart(texts)
         together = school.trainer(packed).teacher.read(packed)
         alone = school.trainer(apart).teacher.read(apart)

@@ -19,9 +19,7 @@ from outrider.drafters.lesson import Branches, Guess, Lesson, Loss, joined, judg
 from outrider.drafters.mtp_added import added_modules, are_added, fresh_modules
 from outrider.kernels.sampling import choose
 from outrider.layers.attention import SelfAttention
-from outrider.layers.block import DecoderBlock
 from outrider.layers.embedding import embed_rows
-from outrider.layers.mlp import GatedMLP
 from outrider.layers.mtp import MtpModule
 from outrider.models.base import Mtp, Target
 from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
@@ -217,19 +215,10 @@ class MultiTokenPrediction(Drafter):
             return None
         settings = SpeculativeConfig(method="mtp", num_speculative_tokens=plan.depth)
         modules = cls(target.mtp, target, settings)
-        if any(weight.combine is not None for weight in modules.weights().values()) or not modules._is_plain:
-            raise ValueError(
-                "the target's own multi-token-prediction modules have latent attention or a mixture of experts, which "
-                "cannot be trained: choose another method"
-            )
         names = {target.canonical(name): name for name in checkpoint.names()}
         own = {canonical: name for canonical, name in names.items() if not modules.ignores(canonical)}
-        return Fresh(dict(checkpoint.config), {each: checkpoint.tensor(name).clone() for each, name in own.items()})
-
-    @property
-    def _is_plain(self) -> bool:
-        blocks = [block for module in self.each for block in module.blocks]  # type: ignore[union-attr]
-        return all(isinstance(block, DecoderBlock) and isinstance(block.mlp, GatedMLP) for block in blocks)
+        config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+        return Fresh(config, {each: checkpoint.tensor(name).clone() for each, name in own.items()})
 
     @property
     def _window(self) -> int:

@@ -36,13 +36,16 @@ def experts_reference(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWei
     weights = weights.dense(x.dtype)
     assert isinstance(weights.up, Tensor)
     assert isinstance(weights.down, Tensor)
-    answers = x.new_zeros(*ids.shape, weights.down.shape[1])  # [T, k, H]
-    for expert in ids.unique().tolist():
-        row, place = (ids == expert).nonzero(as_tuple=True)
-        up_bias = None if weights.up_bias is None else weights.up_bias[expert]
-        down_bias = None if weights.down_bias is None else weights.down_bias[expert]
-        inner = activation(linear(x[row], weights.up[expert], up_bias))
-        answers[row, place] = linear(inner, weights.down[expert], down_bias)
+    order = ids.flatten().argsort(stable=True)  # of all answers [T k], those of one expert side by side
+    counts = ids.flatten().bincount(minlength=len(weights.up)).tolist()
+    parts = []
+    for expert, rows in enumerate(x[order // ids.shape[1]].split(counts)):
+        if len(rows):
+            up_bias = None if weights.up_bias is None else weights.up_bias[expert]
+            down_bias = None if weights.down_bias is None else weights.down_bias[expert]
+            inner = activation(linear(rows, weights.up[expert], up_bias))
+            parts.append(linear(inner, weights.down[expert], down_bias))
+    answers = torch.cat(parts)[order.argsort()].unflatten(0, ids.shape)  # [T, k, H]
     shares = shares.to(x.dtype)
     total = answers[:, 0] * shares[:, :1]
     for place in range(1, ids.shape[1]):

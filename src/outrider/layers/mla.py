@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.kernels.attention import AttentionOptions, paged_attention
 from outrider.kernels.head_linear import head_linear
 from outrider.kernels.norm import Normed
-from outrider.kernels.rope import rope_write
+from outrider.kernels.rope import rope_write, rotate
 from outrider.layers.cached import CachedLayer
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import GatedMLP
@@ -106,8 +107,7 @@ class LatentAttention(CachedLayer):
 
     def forward(self, x: Tensor | Normed, batch: Batch, residual: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, H], added to the residual if there is one."""
-        assert self.pages is not None, "the layer has no cache memory yet"
-        shape, (keys, values), exact = self.shape, self.pages, self.options.exact
+        shape, exact = self.shape, self.options.exact
         query, latent, key = self.inputs(x).split(
             [shape.query_rank or shape.query_width, shape.latent_dim, shape.rotary_dim], dim=-1
         )
@@ -117,6 +117,10 @@ class LatentAttention(CachedLayer):
             part.unflatten(1, (shape.num_heads, -1))
             for part in query.split([shape.num_heads * shape.nope_dim, shape.num_heads * shape.rotary_dim], dim=-1)
         )  # [T, heads, plain_dim] and [T, heads, rotary_dim]
+        if batch.attending is not None:
+            return self.output(self._of_heads(plain, rope_part, latent, key, batch), residual)
+        assert self.pages is not None, "the layer has no cache memory yet"
+        keys, values = self.pages
         # A page's row is the latent, which serves as the value, then the turned key: two writes into one row.
         places = (keys[..., shape.latent_dim :], values)
         absorbed = plain.new_empty(len(x), shape.num_heads, shape.latent_dim + shape.rotary_dim)
@@ -132,6 +136,20 @@ class LatentAttention(CachedLayer):
         head_linear(plain, self.key_up, exact=exact, out=absorbed[..., : shape.latent_dim])
         attended = paged_attention(absorbed, self.pages, batch, self.options)  # [T, heads, latent_dim]
         return self.output(head_linear(attended, self.value_up, exact=exact).flatten(1), residual)
+
+    def _of_heads(self, plain: Tensor, rope_part: Tensor, latent: Tensor, key: Tensor, batch: Batch) -> Tensor:
+        """The same with gradients, over keys and values that lie in no pages: every head's own, which take less
+        arithmetic here than queries taken to the latents do. -> [T, heads * value_dim]."""
+        assert batch.attending is not None
+        shape, (cos, sin), latent = self.shape, self.rotary(batch), self.latent_norm(latent)
+        own = torch.einsum("tl,hln->thn", latent, self.key_up)
+        turned = rotate(key[:, None].float(), cos, sin).to(own.dtype).expand(-1, shape.num_heads, -1)
+        q = torch.cat([plain, rotate(rope_part.float(), cos, sin).to(plain.dtype)], dim=-1)
+        k, v = torch.cat([own, turned], dim=-1), torch.einsum("tl,hvl->thv", latent, self.value_up)
+        width = max(k.shape[-1], shape.value_dim)  # kernels want them alike; zeros change nothing
+        q, k, v = (F.pad(each, (0, width - each.shape[-1])) for each in (q, k, v))
+        attended = batch.attending.attend(self, q, k, v, self.options.scale)
+        return attended[..., : shape.value_dim].flatten(1)
 
 
 class LatentBlock(nn.Module):

@@ -76,6 +76,10 @@ class Experts(nn.Module):
 
 def router_logits(gate: Linear, x: Tensor | Normed) -> Tensor:
     """In float32 whatever the model's precision: near ties decide which experts run."""
+    if torch.is_grad_enabled():
+        with torch.autocast(gate.weight.device.type, enabled=False):
+            bias = None if gate.bias is None else gate.bias.float()
+            return linear(materialised(x).float(), gate.weight.float(), bias)
     if gate.weight.dtype is torch.float32 or gate.packed is not None:
         return gate(x).float()
     if isinstance(x, Normed):

@@ -50,16 +50,25 @@ def exported(drafter: Drafter, values: Mapping[str, Tensor], fresh: Fresh) -> di
     tensors, parameters = dict(fresh.tensors), dict(drafter.named_parameters())
     for name, weight in drafter.weights().items():
         if name in values and name in parameters:
-            tensors |= _taken_apart(weight, values[name], fresh.tensors)
+            tensors |= _taken_apart(weight, values[name], tensors)
     return tensors
 
 
 def _taken_apart(weight: Weight, value: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a parameter is now, back in the tensors that it was made of. `like`: those; a parameter may be made of some
+    of their numbers only."""
     shapes = [like[name].shape for name in weight.names]
-    if len(shapes) == 1:
-        return {weight.names[0]: value.reshape(shapes[0])}
-    parts = value.split([shape[0] for shape in shapes])
-    return dict(zip(weight.names, parts, strict=True))
+    if weight.combine is None:
+        parts = value.reshape(-1).split([shape.numel() for shape in shapes])
+    else:  # it only moves numbers: what becomes of their places says where each of them came from
+        counts = [shape.numel() for shape in shapes]
+        places = torch.arange(1, sum(counts) + 1).split(counts)
+        made = weight.combine([place.view(shape) for place, shape in zip(places, shapes, strict=True)]).reshape(-1)
+        whole = torch.cat([like[name].to(value).reshape(-1) for name in weight.names])
+        known = made > 0  # others are zeros that no tensor holds
+        whole[made[known].to(value.device) - 1] = value.reshape(-1)[known.to(value.device)]
+        parts = whole.split(counts)
+    return {name: part.view(shape) for name, part, shape in zip(weight.names, parts, shapes, strict=True)}
 
 
 def copy_into(drafter: Drafter, values: Mapping[str, Tensor]) -> None:

@@ -53,8 +53,8 @@ class Optimizer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], rates: Rates) -> None:
         self.rates = rates
         self.parameters = dict(parameters)
-        # embeddings and heads are tables of vectors, whose rows are seen at very different rates
-        self.matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and not _is_table(name)}
+        # stacks of them too; but embeddings and heads are tables of vectors, whose rows are seen at very different rates
+        self.matrices = {name: p for name, p in parameters.items() if p.dim() >= 2 and not _is_table(name)}
         self.others = {name: p for name, p in parameters.items() if name not in self.matrices}
         self.sizes = {name: _size(p) for name, p in self.matrices.items()}
         self._alike: dict[torch.Size, list[str]] = {}
@@ -151,7 +151,7 @@ def _size(matrix: Tensor) -> float:
     """Of its numbers: a step is a share of that. Weights of one target's layers are twenty times as large as those of
     another, whose norms make up for it. What begins as nothing, or next to it, counts as larger."""
     size = float(matrix.detach().square().mean().sqrt())
-    return max(size, LEAST_SIZE * matrix.shape[1] ** -0.5)
+    return max(size, LEAST_SIZE * matrix.shape[-1] ** -0.5)
 
 
 def _is_table(name: str) -> bool:
