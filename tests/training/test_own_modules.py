@@ -50,7 +50,7 @@ def school(
     target = rounded(with_modules(target_path(request.param), tmp_path / "target"))
     texts, fresh = lessons.written(target, 4, 40), found(target)
     write_drafter(tmp_path / "modules", fresh.config, fresh.tensors)
-    made = lessons.school_of(target, tmp_path / "modules", texts, method="mtp")
+    made = lessons.school_of(target, tmp_path / "modules", texts)
     with made.llm:
         yield made
 
@@ -63,7 +63,7 @@ def drafts(llm: LLM, text: list[int]) -> list[list[int]]:
 
 def test_they_draft_as_in_the_target(school: lessons.School) -> None:
     """Read from a checkpoint of their own, they say what they say in the target's."""
-    own = replace(school.llm.config.speculative, model=None)  # type: ignore[type-var]
+    own = replace(school.llm.config.speculative, method="mtp", model=None)  # type: ignore[type-var]
     with LLM(school.llm.config.model, own, device="cpu") as llm:
         wanted = drafts(llm, school.texts[0])
     assert drafts(school.llm, school.texts[0]) == wanted
@@ -113,6 +113,15 @@ def test_modules_of_a_quantised_target_become_dense(target_path: Callable[..., P
     for name, tensor in fresh.tensors.items():
         torch.testing.assert_close(tensor.float(), wanted.tensors[name].float())
     write_drafter(tmp_path / "modules", fresh.config, fresh.tensors)
-    settings = SpeculativeConfig(method="mtp", model=str(tmp_path / "modules"), num_speculative_tokens=3, force=True)
+    settings = SpeculativeConfig(model=str(tmp_path / "modules"), num_speculative_tokens=3, force=True)
     with LLM(quantised, settings, device="cpu") as llm:
         assert drafts(llm, list(range(20)))
+
+
+def test_modules_of_another_target(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    fresh = found(with_modules(target_path("deepseek_v3"), tmp_path / "one"))
+    write_drafter(tmp_path / "modules", fresh.config, fresh.tensors)
+    other = with_modules(target_path("step3p5"), tmp_path / "other")
+    settings = SpeculativeConfig(model=str(tmp_path / "modules"), num_speculative_tokens=3)
+    with pytest.raises(ValueError, match="they belong to another target"):
+        LLM(other, settings, device="cpu")

@@ -24,6 +24,7 @@ from outrider.layers.mtp import MtpModule
 from outrider.models.base import Mtp, Target
 from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
 
+OWN = "TargetMtpModules"  # architecture of a checkpoint that holds a target's own modules and nothing else of it
 FIRST_KEY = 1  # of module 0: an entry stands at the index of its token, which comes after the hidden state
 
 
@@ -67,6 +68,13 @@ class MultiTokenPrediction(Drafter):
                 "method mtp: the target's config.json speaks of no multi-token-prediction modules "
                 "(num_nextn_predict_layers): use a checkpoint that was published with them, or another method"
             )
+        if checkpoint is not None and _are_own(checkpoint.config):
+            made_for = [checkpoint.config.get(key) for key in ("target_architectures", "num_target_layers")]
+            if made_for != [target.config.get("architectures"), target.num_layers]:
+                raise ValueError(
+                    f"{checkpoint.path} holds modules of a target with {made_for[1]} layers ({made_for[0]}), this one "
+                    f"has {target.num_layers} ({target.config.get('architectures')}): they belong to another target"
+                )
         if settings.taps is not None:
             raise ValueError("method mtp reads the state after the last layer and no other: remove taps")
         drafter = cls(target.mtp, target, settings)
@@ -80,7 +88,7 @@ class MultiTokenPrediction(Drafter):
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> Sureness:
-        return Sureness.BY_NAME if are_added(config) else Sureness.NO
+        return Sureness.BY_NAME if are_added(config) or _are_own(config) else Sureness.NO
 
     @classmethod
     def supports(cls, target: type[Target]) -> bool:
@@ -210,14 +218,21 @@ class MultiTokenPrediction(Drafter):
 
     @classmethod
     def found_in(cls, target: Target, checkpoint: Checkpoint, plan: Plan) -> Fresh | None:
-        """The modules that a target came with, in the target's names, beside its config.json."""
+        """The modules that a target came with, in the target's names."""
         if target.mtp is None:
             return None
         settings = SpeculativeConfig(method="mtp", num_speculative_tokens=plan.depth)
         modules = cls(target.mtp, target, settings)
         names = {target.canonical(name): name for name in checkpoint.names()}
         own = {canonical: name for canonical, name in names.items() if not modules.ignores(canonical)}
-        config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+        config = {
+            "architectures": [OWN],
+            "model_type": "mtp_modules",
+            "num_nextn_predict_layers": modules.num_modules,
+            "num_target_layers": target.num_layers,
+            "target_architectures": target.config.get("architectures"),
+            "torch_dtype": "bfloat16",
+        }
         return Fresh(config, {each: checkpoint.tensor(name).clone() for each, name in own.items()})
 
     @property
@@ -308,6 +323,10 @@ class MultiTokenPrediction(Drafter):
         said = key in self._target[0].config
         source = f"the target's config.json {key}" if said else "default, as in vLLM; ambiguous: others keep it"
         return Resolved("zeroed" if self.mtp.zero_first_embedding else "kept", source)
+
+
+def _are_own(config: Mapping[str, Any]) -> bool:
+    return OWN in (config.get("architectures") or [])
 
 
 def _prefix(weights: dict[str, Weight]) -> str:

@@ -59,10 +59,7 @@ class Run:
         self.options, self.world, self.on_progress = options, world, on_progress
         self.folder = options.out / "training"
         self.texts_path, self.start = self.folder / "texts.safetensors", self.folder / "start"
-        method = "mtp" if options.method == "mtp" else None  # modules that the target came with have its config.json
-        self.settings = SpeculativeConfig(
-            method=method, model=str(self.start), num_speculative_tokens=options.depth, force=True
-        )
+        self.settings = SpeculativeConfig(model=str(self.start), num_speculative_tokens=options.depth, force=True)
         self.helping = helping_drafter(options)
         self.seconds: dict[str, float] = {}
         conversations = read_all(options.data, options.limit)
