@@ -16,7 +16,6 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters import base, dflash, lesson, mtp, parallel
 from outrider.drafters.base import Drafter, drafters
 from outrider.drafters.dflash import DFlash
-from outrider.drafters.dflash_training import corrected
 from outrider.drafters.eagle3 import Eagle3
 from outrider.drafters.fresh import Plan
 from outrider.drafters.lesson import Guess, Lesson, teaching
@@ -104,9 +103,11 @@ def rows_apart(texts: Sequence[Sequence[int]], row_len: int = ROW_LEN) -> Rows:
 def guessed(drafter: Any, lesson: Lesson) -> Callable[[int, int], Tensor]:
     """(the newest token's column, how far ahead) -> logits of the first row of a lesson."""
     guesses: list[Guess] = drafter.guesses(lesson)
-    taught = [teaching(lesson, drafter._target[0], _head(drafter, each.ahead), drafter.target_ids()) for each in guesses]
-    if isinstance(drafter, DFlash) and drafter.network.markov is not None:
-        wide, guesses = corrected(lesson, drafter.network.markov, taught[0], guesses)
+    taught = [
+        teaching(lesson, drafter._target[0], _head(drafter, each.ahead), drafter.target_ids()) for each in guesses
+    ]
+    if isinstance(drafter, DFlash):
+        wide, guesses = drafter.taught(lesson, guesses)
         taught = [wide] * len(guesses)
 
     def logits(newest: int, ahead: int) -> Tensor:

@@ -11,12 +11,12 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.nn.functional import silu
 
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeConfig
 from outrider.drafters import base
+from outrider.drafters.dflash import DFlash
 from outrider.drafters.fresh import Plan
 from outrider.drafters.lesson import Noise, places
 from outrider.kernels import dispatch
@@ -71,6 +71,68 @@ def test_heads_with_latent_attention(
     school = lessons.school_of(target_path("llama"), tmp_path / "learnt", texts)
     with school.llm:
         lessons.check_that_it_learns_as_it_serves(school, monkeypatch)
+
+
+def test_gated_markov_heads(
+    target_path: Callable[..., Path], tmp_path: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are gone on from, too: the gate reads states as they are before the head's multiplier."""
+    lessons.open_school("dspark", target_path("llama"), tmp_path / "vanilla", texts).llm.close()
+    fresh, noise = read_fresh(tmp_path / "vanilla"), torch.Generator().manual_seed(2)
+    rank, size = fresh.config["markov_rank"], fresh.config["hidden_size"]
+    gate = {
+        "markov_head.gate_proj.weight": torch.randn(rank, size + rank, generator=noise) * 0.2,
+        "markov_head.gate_proj.bias": torch.randn(rank, generator=noise),
+        "markov_head.markov_w2.weight": torch.randn(len(lessons.IDS), rank, generator=noise) * 0.2,
+    }
+    config = {**fresh.config, "markov_head_type": "gated", "output_multiplier": 0.7}
+    write_drafter(tmp_path / "gated", config, {**fresh.tensors, **gate})
+    school = lessons.school_of(target_path("llama"), tmp_path / "gated", texts)
+    with school.llm:
+        assert isinstance(school.drafter, DFlash)
+        assert school.drafter.config.output_multiplier == 0.7
+        lessons.check_that_it_learns_as_it_serves(school, monkeypatch)
+
+
+def test_a_confidence_head_learns_which_drafts_stand(
+    target_path: Callable[..., Path], tmp_path: Path, texts: list[list[int]]
+) -> None:
+    """It learns beside the rest, which learns what it would have learnt without it. What it has learnt leaves out
+    drafts that would not have stood."""
+    target = target_path("llama")
+    school = lessons.open_school("dspark", target, tmp_path / "fresh", texts)
+    with school.llm:
+        drafter, rows = school.drafter, lessons.rows_apart(texts)
+        assert isinstance(drafter, DFlash)
+        trainer, network = school.trainer(rows), drafter.network
+        lesson, confidence, gradients = trainer.lesson(rows, torch.arange(len(rows))), network.confidence, []
+        for network.confidence in (None, confidence):
+            drafter.loss(lesson).total.backward()
+            gradients.append({name: p.grad for name, p in drafter.named_parameters() if p.grad is not None})
+            drafter.zero_grad(set_to_none=True)
+        without, beside = gradients
+        assert {name.split(".")[1] for name in beside.keys() - without.keys()} == {"confidence"}
+        for name, gradient in without.items():
+            assert torch.equal(gradient, beside[name]), name
+        for number in range(30):
+            trainer.step(number / 30)
+        fresh = read_fresh(tmp_path / "fresh")
+        write_drafter(tmp_path / "learnt", fresh.config, exported(drafter, trainer.optimizer.average, fresh))
+    stood = []
+    for threshold in (0.0, 0.3):
+        settings = SpeculativeConfig.from_dict(
+            {"model": str(tmp_path / "learnt"), "num_speculative_tokens": 3, "confidence_threshold": threshold,
+             "adaptive": False, "force": True}
+        )  # fmt: skip
+        params = SamplingParams(max_tokens=43, temperature=1.0, seed=3, ignore_eos=True)
+        with LLM(target, settings, device="cpu") as llm:
+            outputs = llm.generate([text[:5] for text in texts], params)
+        assert [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs] == texts
+        found = [output.outputs[0].speculation for output in outputs]
+        stood.append((sum(each.accepted for each in found), sum(each.drafted for each in found)))
+    (every, drafted), (likely, kept) = stood
+    assert kept < 0.9 * drafted
+    assert likely / kept > every / drafted + 0.1
 
 
 @pytest.mark.parametrize("form", ["eagle3", "dflash"])

@@ -15,11 +15,22 @@ from outrider.drafters.base import Drafter, Reading, Sureness, block_rows, draft
 from outrider.drafters.dflash2 import ConvBlock, Selector
 from outrider.drafters.dflash_config import DFlashConfig, canonical_name, resolve
 from outrider.drafters.dflash_layers import LayerMask, remasked
-from outrider.drafters.dflash_training import corrected, fresh_dflash
+from outrider.drafters.dflash_training import chances, corrected, fresh_dflash
 from outrider.drafters.dspark import ConfidenceHead, MarkovHead
 from outrider.drafters.feedback import twin
 from outrider.drafters.fresh import Fresh, Plan
-from outrider.drafters.lesson import Branches, Grown, Guess, Lesson, Loss, by_survival, judged, rows_of, teaching
+from outrider.drafters.lesson import (
+    Branches,
+    Grown,
+    Guess,
+    Lesson,
+    Loss,
+    Teaching,
+    by_survival,
+    judged,
+    rows_of,
+    teaching,
+)
 from outrider.drafters.parallel import draft_at_once
 from outrider.kernels.activation import GATED
 from outrider.layers.attention import AttentionShape, SelfAttention
@@ -290,11 +301,18 @@ class DFlash(Drafter):
     def loss(self, lesson: Lesson) -> Loss:
         """Blocks of masks at random places of the text, each of which sees the target's states before it. What a draft
         is more likely to come to weighs more."""
-        taught = teaching(lesson, self._target[0], self.network.head, self.target_ids())
-        guesses = self.guesses(lesson)
-        if self.network.markov is not None:
-            taught, guesses = corrected(lesson, self.network.markov, taught, guesses)
-        return judged(lesson, self._target[0], taught, guesses, by_survival)
+        network, guesses = self.network, self.guesses(lesson)
+        taught, read = self.taught(lesson, guesses)
+        thought = chances(lesson, network.confidence, network.markov, guesses)
+        return judged(lesson, self._target[0], taught, read, by_survival, thought)
+
+    def taught(self, lesson: Lesson, guesses: list[Guess]) -> tuple[Teaching, list[Guess]]:
+        """Both heads, and what the drafter's reads."""
+        network, scale = self.network, self.config.output_multiplier
+        taught = teaching(lesson, self._target[0], network.head, self.target_ids())
+        if network.markov is not None:
+            return corrected(lesson, network.markov, taught, guesses, scale)
+        return taught, guesses if scale == 1 else [replace(guess, hidden=guess.hidden * scale) for guess in guesses]
 
     def guesses(self, lesson: Lesson) -> list[Guess]:
         first, branches = 0 if self.config.from_anchor else 1, Branches(lesson)
@@ -310,8 +328,7 @@ class DFlash(Drafter):
         places = lesson.places.gather(1, anchors)[..., None] + torch.arange(size, device=anchors.device)
         batch = replace(rows_of(tokens, places, branches.of(Grown(anchors, size, before=1))), max_rows=size)
         rows = self.network(self._embed(batch), batch).unflatten(0, tokens.shape)
-        scale = self.config.output_multiplier
-        return [Guess(rows[:, :, first + ahead] * scale, anchors, ahead) for ahead in range(lesson.depth)]
+        return [Guess(rows[:, :, first + ahead], anchors, ahead) for ahead in range(lesson.depth)]
 
     def frozen(self) -> tuple[str, ...]:
         return ("network.embed.weight", "network.head.weight", "network.d2t")

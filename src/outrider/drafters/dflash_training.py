@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from outrider.drafters.dspark import MarkovHead
+from outrider.drafters.dspark import ConfidenceHead, MarkovHead
 from outrider.drafters.fresh import Fresh, Mould, Plan, Tensors, offsets
 from outrider.drafters.lesson import Guess, Lesson, Teaching
 from outrider.kernels.head_loss import HeadMatrix
@@ -56,22 +57,44 @@ def fresh_dflash(target: Target, plan: Plan) -> Fresh:
         tensors |= {
             "markov_head.markov_w1.weight": made.matrix(target.vocab_size, MARKOV_RANK),
             "markov_head.markov_w2.weight": torch.zeros(draft_vocab_size, MARKOV_RANK),
+            "confidence_head.proj.weight": torch.zeros(1, mould.hidden_size + MARKOV_RANK),
+            "confidence_head.proj.bias": torch.zeros(1),
         }
         config |= {"markov_rank": MARKOV_RANK, "markov_head_type": "vanilla", "sample_from_anchor": True}
+        config |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
     return Fresh(config, tensors)
 
 
 def corrected(
-    lesson: Lesson, markov: MarkovHead, taught: Teaching, guesses: list[Guess]
+    lesson: Lesson, markov: MarkovHead, taught: Teaching, guesses: list[Guess], scale: float = 1.0
 ) -> tuple[Teaching, list[Guess]]:
-    """A bias W2 W1[token before] is a head that is W2 wider, over states that are W1[token before] longer."""
-    if markov.gate is not None:
-        raise ValueError("a gated Markov head cannot be trained: begin with a new drafter")
+    """A bias W2 W1[token before] is a head that is W2 wider, over states that are W1[token before] longer. `scale`: of
+    the states, for the head."""
     head = taught.head
     wide = HeadMatrix(torch.cat([head.weight, markov.output.weight.to(head.weight.dtype)], dim=1), head.softcap)
     longer = []
     for guess in guesses:
-        before = lesson.tokens.gather(1, guess.columns.clamp(max=lesson.shape[1] - 1))
-        hidden = torch.cat([guess.hidden, markov.embed(before).to(guess.hidden.dtype)], dim=-1)
-        longer.append(replace(guess, hidden=hidden))
+        heard = markov.heard(guess.hidden, tokens_before(lesson, guess)).to(guess.hidden.dtype)
+        longer.append(replace(guess, hidden=torch.cat([guess.hidden * scale, heard], dim=-1)))
     return replace(taught, head=wide), longer
+
+
+def tokens_before(lesson: Lesson, guess: Guess) -> Tensor:
+    """[R, A] the token before the one that is guessed."""
+    return lesson.tokens.gather(1, guess.columns.clamp(max=lesson.shape[1] - 1))
+
+
+def chances(
+    lesson: Lesson, confidence: ConfidenceHead | None, markov: MarkovHead | None, guesses: list[Guess]
+) -> list[Tensor] | None:
+    """Of each guess the chance [R, A], as logits, that its token will stand: what the confidence head learns to tell,
+    and nothing else learns from."""
+    if confidence is None:
+        return None
+    found = []
+    for guess in guesses:
+        hidden, latent = guess.hidden.detach().flatten(0, 1), None
+        if markov is not None:
+            latent = markov.embed(tokens_before(lesson, guess)).detach().flatten(0, 1)
+        found.append(confidence.logits(hidden, latent).view(guess.anchors.shape))
+    return found

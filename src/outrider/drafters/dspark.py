@@ -55,10 +55,15 @@ class MarkovHead(nn.Module):
 
     def forward(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
         """logits [B, V], hidden [B, H], the token before [B] -> logits [B, V]."""
+        return logits + self.output(self.heard(hidden, before))
+
+    def heard(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """hidden [..., H], the token before [...] -> what W2 makes a bias of [..., r]."""
         latent = self.embed(before)
-        if self.gate is not None:
-            latent = latent * sigmoid(self.gate(torch.cat([hidden, latent], dim=-1)))
-        return logits + self.output(latent)
+        if self.gate is None:
+            return latent
+        both = torch.cat([hidden, latent.to(hidden.dtype)], dim=-1)
+        return latent * sigmoid(self.gate(both.flatten(0, -2))).view_as(latent)
 
     def weights(self) -> dict[str, Weight]:
         names = {"embed.weight": "markov_w1.weight", "output.weight": "markov_w2.weight"}
@@ -78,10 +83,13 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, hidden: Tensor, latent: Tensor | None) -> Tensor:
         """hidden [R, H], the Markov embedding of the tokens before [R, r] -> [R]."""
+        return sigmoid(self.logits(hidden, latent))
+
+    def logits(self, hidden: Tensor, latent: Tensor | None) -> Tensor:
         if self.with_markov:
             assert latent is not None
-            hidden = torch.cat([hidden, latent], dim=-1)
-        return sigmoid(self.proj(hidden).float())[:, 0]
+            hidden = torch.cat([hidden, latent.to(hidden.dtype)], dim=-1)
+        return self.proj(hidden).float()[:, 0]
 
     def weights(self) -> dict[str, Weight]:
         return {name: Weight((f"confidence_head.{name}",)) for name, _ in self.named_parameters()}

@@ -161,10 +161,16 @@ class Guess:
 
 
 def judged(
-    lesson: Lesson, target: Target, taught: Teaching, guesses: Sequence[Guess], weigh: Weigh | None = None
+    lesson: Lesson,
+    target: Target,
+    taught: Teaching,
+    guesses: Sequence[Guess],
+    weigh: Weigh | None = None,
+    chances: Sequence[Tensor] | None = None,
 ) -> Loss:
     """The loss of guesses, each with K = its number in the sequence. `weigh`: from surprise [R, A, K] and what was
-    asked for to weights; guesses then have the same anchors."""
+    asked for to weights; guesses then have the same anchors. `chances`: of each guess [R, A], as logits, how likely it
+    is thought to be right, which is learnt too."""
     length = lesson.tokens.shape[1]
     first = torch.arange(len(lesson.tokens), device=lesson.tokens.device)[:, None] * length
     follows = lesson.ahead(lesson.tokens, 1)
@@ -193,6 +199,10 @@ def judged(
         )
     agreed = _spread(found.agreed, index, len(counted))
     total = (found.loss * F.pad(weights, (0, 1))[index]).sum()
+    if chances is not None:
+        thought, right = torch.cat([each.flatten() for each in chances])[rows].float(), found.agreed.float()
+        doubt = F.binary_cross_entropy_with_logits(thought, right, reduction="none")
+        total = total + (doubt * F.pad(counted.float(), (0, 1))[index]).sum()
     sums = [torch.stack([part.sum().float() for part in each.split(sizes)]) for each in (agreed, counted)]
     return Loss(total, weights.sum(), *sums)
 

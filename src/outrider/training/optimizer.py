@@ -53,7 +53,7 @@ class Optimizer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], rates: Rates) -> None:
         self.rates = rates
         self.parameters = dict(parameters)
-        # stacks of them too; but embeddings and heads are tables of vectors, whose rows are seen at very different rates
+        # stacks too; but embeddings and heads are tables of vectors, whose rows are seen at very different rates
         self.matrices = {name: p for name, p in parameters.items() if p.dim() >= 2 and not _is_table(name)}
         self.others = {name: p for name, p in parameters.items() if name not in self.matrices}
         self.sizes = {name: _size(p) for name, p in self.matrices.items()}
