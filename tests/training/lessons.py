@@ -27,6 +27,7 @@ from outrider.training.texts import Rows, Text, fill
 from outrider.training.trainer import Lessons, Trainer
 
 DEPTH, ROW_LEN, PROMPT_LEN = 3, 64, 5
+RATES = Rates(matrices=0.05, others=0.01, averaging=0.9)
 IDS = torch.arange(256)[torch.arange(256) % 5 != 3]  # a reduced vocabulary
 FORMS: dict[str, tuple[str, Plan]] = {
     "eagle3": ("eagle3", Plan(taps=(1, 2, 4))),
@@ -49,8 +50,8 @@ class School:
 
     def trainer(self, rows: Rows, **lessons: Any) -> Trainer:
         how = Lessons(**{"num_rows": len(rows), "depth": DEPTH, **lessons})
-        teacher = Teacher(self.llm.target, self.drafter.taps, rows)
-        return Trainer(self.drafter, teacher, rows, how, Rates(matrices=0.05, others=0.01, averaging=0.9))
+        teacher = Teacher(self.llm.engine, self.llm.target, self.drafter.taps, rows)
+        return Trainer(self.drafter, teacher, rows, how, RATES)
 
     def lesson(self, rows: Rows) -> Lesson:
         return self.trainer(rows).lesson(rows, torch.arange(len(rows)))
@@ -87,7 +88,7 @@ def school_of(target: Path, directory: Path, texts: list[list[int]], device: str
     """For a drafter that lies there."""
     speculative = SpeculativeConfig(model=str(directory), num_speculative_tokens=DEPTH, force=True, **settings)
     llm = LLM(target, speculative, device=device)
-    return School(llm, training_copy(llm, speculative), directory, texts)
+    return School(llm, training_copy(llm.target, speculative), directory, texts)
 
 
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,7 @@ def test_a_gpu_learns_what_a_cpu_learns(form: str, target_path: Callable[..., Pa
             for number in range(8):
                 trainer.step(number / 8)
                 losses.append(trainer.record.read()["loss"])
-            assert school.llm.drafter is not None
-            copy_into(school.llm.drafter, trainer.optimizer.average)
+            copy_into(school.llm.engine, trainer.optimizer.average)
             assert served(school.llm, [text[:6] for text in texts], 12).accept_length >= 1
     assert losses[8] == pytest.approx(losses[0], rel=0.03)
     assert losses[-1] < losses[8]

@@ -289,7 +289,7 @@ def test_speculators_format_means_the_same(
     settings = SpeculativeConfig(model=str(tmp_path / "other"), num_speculative_tokens=lessons.DEPTH, force=True)
     with LLM(target, settings, device="cpu") as llm:
         assert type(llm.drafter) is type(school.drafter)
-        again = lessons.School(llm, training_copy(llm, settings), tmp_path, texts)
+        again = lessons.School(llm, training_copy(llm.target, settings), tmp_path, texts)
         assert torch.equal(again.drafter.loss(again.lesson(rows)).total, wanted)
     named, chosen = named_pair(tmp_path / "other", "auto")  # which says itself what it was made for
     assert chosen is not None

@@ -101,7 +101,7 @@ def load_weights(
     those of a GGUF file are laid out for dot products in whole numbers."""
     weights = module.weights()
     parameters = dict(module.named_parameters())
-    is_part = isinstance(module, Target) and module.stage is not None  # other layers are loaded by other ranks
+    is_part = isinstance(module, Target) and module.is_part  # of its layers
     assert weights.keys() == parameters.keys() or is_part, weights.keys() ^ parameters.keys()
     actual: dict[str, str] = {}  # names on disk, by the module's own
     for name in checkpoint.names():

@@ -13,12 +13,15 @@ from outrider.engine.engine import Engine
 from outrider.engine.orders import placing_of, seats_of
 from outrider.engine.round import EagerRound
 from outrider.engine.stages import StagedParts
+from outrider.engine.text_pass import TextPass, TextShape
+from outrider.layers.packing import refill
 
 
 class Follower:
     def __init__(self, engine: Engine, channel: Channel) -> None:
         self._engine, self._channel = engine, channel
         self._rounds: dict[int, EagerRound] = {}  # those that are not finished
+        self._texts: TextPass | None = None  # where drafters are taught
         self._is_open = True
 
     @torch.inference_mode()
@@ -49,9 +52,20 @@ class Follower:
         elif what == "logits":
             (place,) = order["states"]
             engine.parts.logits_of(tensors[place].to(engine.runner.device))
+        elif what == "read_texts":
+            self._read_texts(TextShape(**order["shape"] | {"taps": tuple(order["shape"]["taps"])}), order, tensors)
+        elif what == "refill":
+            values = {name: tensors[place] for name, place in zip(order["names"], order["values"], strict=True)}
+            assert engine.drafter is not None
+            refill(engine.drafter, values)
         else:
             assert what == "close", what
             self._is_open = False
+
+    def _read_texts(self, shape: TextShape, order: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+        if self._texts is None or self._texts.shape != shape:
+            self._texts = TextPass(self._engine.target, shape)
+        self._texts.read(*(tensors[place] for place in order["rows"]))
 
     def _finish(self, order: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         """The rest of a round; in stages, on the last one."""

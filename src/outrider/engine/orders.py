@@ -4,7 +4,7 @@ the same slot tables and pages, so an order is as small as what the host tells i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from outrider.engine.placing import Placing
 from outrider.engine.request import Request
 from outrider.engine.snapshot_pool import Marks
 from outrider.engine.snapshots import WantedSnapshots
+from outrider.engine.text_pass import TextShape
 from outrider.sampling_params import SamplingParams
 from outrider.types import Images, RoundShape
 
@@ -76,6 +77,14 @@ class Orders:
     def logits(self, states: Tensor) -> None:
         """Tells all ranks that logits of hidden states [R, H] are wanted, of the whole vocabulary."""
         self._send(do="logits", states=self._attach(states))
+
+    def read_texts(self, shape: TextShape, tokens: Tensor, documents: Tensor) -> None:
+        """Tells all ranks to run the target over texts [R, S]: rank 0 has what comes of it."""
+        self._send(do="read_texts", shape=vars(shape), rows=self._attach(tokens.int(), documents.int()))
+
+    def refill(self, values: Mapping[str, Tensor]) -> None:
+        """Gives the drafter, all of which is on every rank, these weights."""
+        self._send(do="refill", names=list(values), values=self._attach(*values.values()))
 
     def close(self) -> None:
         self._send(do="close")

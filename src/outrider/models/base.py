@@ -65,20 +65,26 @@ class Target(nn.Module):
         self.config = config
         self._fused = FusedLayers()
         self.stage: Stage | None = None  # where other layers are on other ranks
+        self.is_part = False  # whether layers were given up
         self._num_parameters: int | None = None  # with those
 
     def keep_stage(self, stage: Stage) -> None:
-        """Gives up the layers of other stages, and what only the last stage needs. weights() still says all."""
-        weights, is_tied, self._num_parameters = self.weights(), self.is_tied, self.num_parameters
-        self.weights = lambda: weights  # type: ignore[method-assign]
-        self.stage = stage
-        for number in range(len(self.layers)):
-            if not stage.begin <= number < stage.end:
-                self.layers[number] = nn.Identity()
+        """Gives up the layers of other stages, and what only the last stage needs."""
+        is_tied, self.stage = self.is_tied, stage
+        self.keep_layers(stage.begin, stage.end)
         if not stage.is_last:
             self.norm = nn.Identity()
             if not is_tied:
                 self.head = AbsentHead(self.head)  # type: ignore[assignment]
+
+    def keep_layers(self, begin: int, end: int) -> None:
+        """Gives up the others. weights() still says all, and so does num_parameters."""
+        weights, self._num_parameters = self.weights(), self.num_parameters
+        self.weights = lambda: weights  # type: ignore[method-assign]
+        for number in range(len(self.layers)):
+            if not begin <= number < end:
+                self.layers[number] = nn.Identity()
+        self.is_part = True
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:

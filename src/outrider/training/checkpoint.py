@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.drafters.base import Drafter
 from outrider.drafters.fresh import Fresh
+from outrider.engine.engine import Engine
 from outrider.layers.packing import refill
 from outrider.types import Weight
 
@@ -71,9 +72,13 @@ def _taken_apart(weight: Weight, value: Tensor, like: Mapping[str, Tensor]) -> d
     return {name: part.view(shape) for name, part, shape in zip(weight.names, parts, shapes, strict=True)}
 
 
-def copy_into(drafter: Drafter, values: Mapping[str, Tensor]) -> None:
-    """A drafter that serves takes these weights, rounded as on disk."""
-    refill(drafter, {name: value.to(STORED) for name, value in values.items()})
+def copy_into(engine: Engine, values: Mapping[str, Tensor]) -> None:
+    """The drafter that serves takes these weights, rounded as on disk; on all ranks, where there are several."""
+    assert engine.drafter is not None
+    rounded = {name: value.to(STORED) for name, value in values.items()}
+    if engine.orders is not None:
+        engine.orders.refill(rounded)
+    refill(engine.drafter, rounded)
 
 
 @dataclass(frozen=True)

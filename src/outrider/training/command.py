@@ -32,6 +32,7 @@ _INTERMEDIATE_HELP = "Width of its layers' MLPs. By default, as the target's."
 _WARM_HELP = "Begin as a copy of the target's last layer, where shapes agree."
 _VOCABULARY_HELP = "Tokens that it can say: as many as the target says most often. By default, all."
 _DIALECT_HELP = "How config.json is written: original (as the method's authors do), or speculators."
+_RANKS_HELP = "Processes that share a target too large for one device; the drafter learns on the first."
 _PATIENCE_HELP = "Stop after so many validations without a better accept length; 0: never."
 
 
@@ -93,6 +94,9 @@ def train_command(
     seed: Annotated[int, option(LEARNING, "--seed", metavar="S", help="Of data, order and first weights.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    tensor_parallel_size: Annotated[
+        int, option(ENGINE, "--tensor-parallel-size", "-tp", metavar="N", help=_RANKS_HELP, min=1)
+    ] = 1,
     threads: Annotated[int | None, option(ENGINE, "--threads", metavar="N", help="Threads of the CPU.", min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -165,6 +169,7 @@ def train_command(
         dtype=dtype,
         limit=limit,
         threads=threads,
+        num_ranks=tensor_parallel_size,
     )
     if texts_only:
         with shown(consoles.about) as on_progress:

@@ -186,9 +186,7 @@ class Course:
         trainer = self.trainer
         if trainer.record.num_steps:
             self._look()
-        drafter = self.llm.drafter
-        assert drafter is not None
-        copy_into(drafter, trainer.optimizer.average)
+        copy_into(self.llm.engine, trainer.optimizer.average)
         found = self._served()
         better = trainer.world.agreed(found.accept_length > self.result.best.accept_length, trainer.device)
         self.result.curve.append(

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from outrider.engine.request import Request
+from outrider.engine.text_pass import PAGE_SIZE
 from outrider.llm import LLM
 from outrider.training.checkpoint import copy_into, exported, read_fresh, write_drafter
 from outrider.training.optimizer import Rates
 from outrider.training.run import training_copy
-from outrider.training.teacher import PAGE_SIZE, Teacher
+from outrider.training.teacher import Teacher
 from outrider.training.texts import Rows, Text, fill
 from outrider.training.trainer import Lessons, Trainer
 
@@ -67,17 +68,16 @@ class OnlineLearner:
         self, llm: LLM, options: OnlineOptions, on_judged: Callable[[Judgement], None] = lambda judgement: None
     ) -> None:
         check_online(llm)
-        settings, served = llm.config.speculative, llm.drafter
+        settings = llm.config.speculative
         assert settings is not None
         assert settings.model is not None
-        assert served is not None
-        self.options, self._served, self._on_judged, self._llm = options, served, on_judged, llm
+        self.options, self._on_judged, self._llm = options, on_judged, llm
         self._fresh = read_fresh(Path(settings.model))
         nothing = fill([[]] * options.num_rows, options.row_len)
-        copy = training_copy(llm, settings)
+        copy = training_copy(llm.target, settings)
         self._trainer = Trainer(
             copy,
-            Teacher(llm.target, copy.taps, nothing, most_documents=1),
+            Teacher(llm.engine, llm.target, copy.taps, nothing, most_documents=1),
             nothing,
             Lessons(options.num_rows, llm.engine.lookahead, seed=options.seed),
             options.rates,
@@ -170,7 +170,7 @@ class OnlineLearner:
         """An earlier version is served again, and learning goes on from it."""
         assert self._llm.config.speculative is not None
         settings = replace(self._llm.config.speculative, model=str(self.directory / str(version)))
-        kept = dict(training_copy(self._llm, settings).named_parameters())
+        kept = dict(training_copy(self._llm.target, settings).named_parameters())
         values = {name: kept[name].detach() for name in self._trainer.trained()}
         self._trainer.optimizer.begin_again(values)
         self._due = 0.0
@@ -192,7 +192,7 @@ class OnlineLearner:
 
     def _serve(self, version: tuple[int, dict[str, Tensor]]) -> None:
         self.version, self._values = version
-        copy_into(self._served, self._values)
+        copy_into(self._llm.engine, self._values)
         (self.directory / CURRENT).write_text(f"{self.version}\n")
 
     def report(self) -> dict[str, Any]:

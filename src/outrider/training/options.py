@@ -65,6 +65,7 @@ class TrainOptions:
     dtype: str = "auto"
     limit: int | None = None  # conversations to read of each file
     threads: int | None = None
+    num_ranks: int = 1  # processes that share the target
 
     def __post_init__(self) -> None:
         if not self.answers.max_len:  # a text is as long as a row
@@ -89,6 +90,8 @@ class TrainOptions:
             raise ValueError(f"--intermediate-size must be at least 1, not {self.intermediate_size}")
         if not 1 <= self.depth <= 32:
             raise ValueError(f"--depth must be from 1 to 32, not {self.depth}")
+        if self.num_ranks < 1:
+            raise ValueError(f"--tensor-parallel-size must be at least 1, not {self.num_ranks}")
         trainable_method(self.method)
 
     @property

@@ -21,6 +21,7 @@ from outrider.checkpoints.loader import build_drafter, build_target, building, l
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter
 from outrider.drafters.fresh import Fresh, Plan
+from outrider.layers.linear import deferred
 from outrider.llm import LLM
 from outrider.models.base import Target
 from outrider.preflight import WithoutMemory, draft_values
@@ -57,9 +58,13 @@ def write_texts(options: TrainOptions, on_progress: OnProgress | None = None) ->
 class Run:
     def __init__(self, options: TrainOptions, world: World, on_progress: OnProgress) -> None:
         self.options, self.world, self.on_progress = options, world, on_progress
+        if world.size > 1 and options.num_ranks > 1:
+            raise ValueError("--tensor-parallel-size starts its ranks itself: leave out torchrun, or the option")
         self.folder = options.out / "training"
         self.texts_path, self.start = self.folder / "texts.safetensors", self.folder / "start"
-        self.settings = SpeculativeConfig(model=str(self.start), num_speculative_tokens=options.depth, force=True)
+        self.settings = SpeculativeConfig(
+            model=str(self.start), num_speculative_tokens=options.depth, force=True, draft_tensor_parallel_size=1
+        )
         self.helping = helping_drafter(options)
         self.seconds: dict[str, float] = {}
         conversations = read_all(options.data, options.limit)
@@ -114,7 +119,7 @@ class Run:
             if texts is None:
                 texts = self._texts(llm)
             if self.saved is None:
-                fresh = self._fresh(llm.target, usable(texts, self.options.row_length))
+                fresh = self._fresh(self._whole(llm), usable(texts, self.options.row_length))
                 write_drafter(self.start, fresh.config, fresh.tensors)
 
     def _texts(self, llm: LLM) -> list[Text]:
@@ -176,10 +181,10 @@ class Run:
         return self._llm(self.settings, max_model_len=min(4096, self.target_len), **settings)
 
     def _course(self, llm: LLM, texts: Sequence[Text]) -> Course:
-        options, rows = self.options, pack(texts, self.options.row_length)
-        drafter = training_copy(llm, self.settings)
+        options, rows, target = self.options, pack(texts, self.options.row_length), self._whole(llm)
+        drafter = training_copy(target, self.settings)
         lessons = Lessons(options.num_rows, options.depth, LOSSES[options.loss], self.parts, options.seed)
-        teacher = Teacher(llm.target, drafter.taps, rows)
+        teacher = Teacher(llm.engine, target, drafter.taps, rows)
         trainer = Trainer(
             drafter, teacher, rows, lessons, options.rates, self.world, options.train_vocabulary, records=True
         )
@@ -198,9 +203,14 @@ class Run:
             dtype=options.dtype,
             seed=options.seed,
             threads=options.threads,
+            tensor_parallel_size=options.num_ranks,
             cpu_activations="float32",  # its matrices must be there as numbers
             **settings,
         )
+
+    def _whole(self, llm: LLM) -> Target:
+        """The target, or as much of it as a drafter learns beside, where no rank has all of it."""
+        return llm.target if self.options.num_ranks == 1 else frame_of(self.options.target, llm.target)
 
     def _fresh(self, target: Target, texts: Sequence[Text]) -> Fresh:
         options = self.options
@@ -283,12 +293,26 @@ def outline_of(checkpoint: Checkpoint) -> Target:
         return build_target(checkpoint)
 
 
-def training_copy(llm: LLM, settings: SpeculativeConfig) -> Drafter:
+def frame_of(source: str | Path, like: Target) -> Target:
+    """A target without its layers but for the last one: what drafters begin as and learn beside. `like`: the same, of
+    which this rank has a part only."""
+    parameter, checkpoint = next(like.parameters()), open_checkpoint(source)
+    try:
+        with building(parameter.device, parameter.dtype), deferred():
+            frame = build_target(checkpoint)
+        frame.keep_layers(frame.num_layers - 1, frame.num_layers)
+        load_weights(frame, checkpoint)
+    finally:
+        checkpoint.close()
+    return frame
+
+
+def training_copy(target: Target, settings: SpeculativeConfig) -> Drafter:
     """The network that serves, once more, in float32: this one learns."""
     checkpoint = open_checkpoint(str(settings.model))
     try:
-        with building(llm.config.torch_device, torch.float32):
-            drafter = build_drafter(settings, llm.target, checkpoint)
+        with building(next(target.parameters()).device, torch.float32):
+            drafter = build_drafter(settings, target, checkpoint)
         load_weights(drafter, checkpoint)
     finally:
         checkpoint.close()

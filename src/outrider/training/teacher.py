@@ -1,127 +1,47 @@
-"""The target over rows of texts, as it serves them: every document is a request with pages of its own.
-Its keys and values lie in memory for this alone, so that an engine which serves the same target is not disturbed."""
+"""The target as a drafter's teacher: what it computed of rows of texts. Where ranks share it, all of them read, and the
+first one has the drafter that learns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
-from outrider.engine.upload import upload
-from outrider.layers.cached import cached_layers, recurrent_layers
+from outrider.engine.engine import Engine
+from outrider.engine.text_pass import TextPass, TextShape, pages_for
 from outrider.models.base import Target
 from outrider.training.texts import Rows
-from outrider.types import NULL_PAGE, Batch, Hidden, Latent, Recurrence
+from outrider.types import Hidden
 
-PAGE_SIZE = 16
 MAX_TOKENS = 16384  # that are read at once
 
 
 class Teacher:
-    def __init__(self, target: Target, taps: tuple[int, ...], rows: Rows, most_documents: int | None = None) -> None:
-        """`rows`: what it will be asked to read is made of such, each of so many documents at most."""
-        self.target, self.taps = target, taps
-        self.rows_at_once = max(MAX_TOKENS // rows.tokens.shape[1], 1)
-        self.num_pages = pages_of(rows, self.rows_at_once, most_documents)
-        parameter = next(target.parameters())
-        self.device, dtype = parameter.device, parameter.dtype
-        size = (self.num_pages + 1, PAGE_SIZE)
-        self._layers = cached_layers(target)
-        self._pages: list[tuple[Tensor, Tensor]] = []
-        for layer in self._layers:
-            spec = layer.spec
-            if isinstance(spec, Latent):
-                latent = torch.zeros(*size, 1, spec.dim, dtype=dtype, device=self.device)
-                self._pages.append((latent, latent[..., : spec.value_dim]))
-            else:
-                dims = (spec.head_dim, spec.value_dim)
-                keys, values = (torch.zeros(*size, spec.num_heads, d, dtype=dtype, device=self.device) for d in dims)
-                self._pages.append((keys, values))
+    def __init__(
+        self, engine: Engine, target: Target, taps: tuple[int, ...], rows: Rows, most_documents: int | None = None
+    ) -> None:
+        """`target`: what a drafter learns beside, which has all of the vocabulary; the engine's own, unless ranks share
+        that. `rows`: what will be asked for is made of such, each of so many documents at most."""
+        row_len = rows.tokens.shape[1]
+        rows_at_once = max(MAX_TOKENS // row_len, 1)
+        self.target, self._engine = target, engine
+        num_pages = pages_of(row_len, rows_at_once, rows.most_documents if most_documents is None else most_documents)
+        self.shape = TextShape(taps, num_pages, rows_at_once)
+        self._pass = TextPass(engine.target, self.shape)
 
-        # every document begins with nothing, and of what comes of it nothing is kept: one empty state is enough
-        self._recurrent = recurrent_layers(target)
-        self._states = [
-            tuple(torch.zeros(1, 1, *shape, device=self.device) for shape in layer.spec.shapes)
-            for layer in self._recurrent
-        ]
+    @property
+    def device(self) -> torch.device:
+        return self._pass.device
 
-    @torch.no_grad()
     def read(self, rows: Rows) -> Hidden:
-        """Of all rows on the host; taps [N S, n, H] and last [N S, H]. What stands in empty places means nothing. A few
-        rows at a time: they use the same pages, one after the other."""
-        with self._lent():
-            parts = [
-                self.target(self._batch(rows.take(part)), self.taps)
-                for part in torch.arange(len(rows)).split(self.rows_at_once)
-            ]
-        if len(parts) == 1:
-            return parts[0]
-        return Hidden(torch.cat([part.last for part in parts]), torch.cat([part.taps for part in parts]))
-
-    @contextmanager
-    def _lent(self) -> Iterator[None]:
-        """The layers have this memory for a while, then again what they had."""
-        before = [layer.pages for layer in self._layers]
-        states = [(layer.states, layer.snapshots) for layer in self._recurrent]
-        try:
-            for recurrent, empty in zip(self._recurrent, self._states, strict=True):
-                recurrent.states, recurrent.snapshots = empty, None
-            for layer, pages in zip(self._layers, self._pages, strict=True):
-                layer.pages = pages
-            yield
-        finally:
-            for layer, own in zip(self._layers, before, strict=True):
-                layer.pages = own
-            for recurrent, (kept, snapshots) in zip(self._recurrent, states, strict=True):
-                recurrent.states, recurrent.snapshots = kept, snapshots
-
-    def _batch(self, rows: Rows) -> Batch:
-        """What is empty at the end of a row counts as one more document, of which nobody asks anything."""
-        starts = document_starts(rows)
-        total, most = rows.tokens.numel(), -(-rows.tokens.shape[1] // PAGE_SIZE)
-        lengths = starts.diff()
-        counts = -(-lengths // PAGE_SIZE)
-        first_page = 1 + counts.cumsum(0) - counts
-        assert int(counts.sum()) <= self.num_pages, "rows of another kind than those that memory was taken for"
-        request = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=total)
-        index = torch.arange(total) - starts[request]
-        table = torch.where(torch.arange(most) < counts[:, None], first_page[:, None] + torch.arange(most), NULL_PAGE)
-        locations = (first_page[request] + index // PAGE_SIZE) * PAGE_SIZE + index % PAGE_SIZE
-        numbers = self._up(torch.stack([rows.tokens.flatten().long(), index, request, locations]))
-        tokens, index, request, locations = numbers.unbind()
-        nobody = torch.zeros(len(lengths), dtype=torch.long, device=self.device)
-        positions = index if self.target.num_position_axes == 1 else index.expand(self.target.num_position_axes, -1)
-        return Batch(
-            input_ids=tokens,
-            positions=positions,
-            indices=index,
-            query_start=self._up(starts.int()),
-            request=request,
-            row_slots=request,
-            slots=nobody,
-            page_table=self._up(table.int()),
-            write_locations=locations,
-            page_size=PAGE_SIZE,
-            max_len=rows.tokens.shape[1],
-            max_rows=rows.tokens.shape[1],
-            recurrence=Recurrence(nobody, nobody[:, None][:, :0]) if self._recurrent else None,
-        )
-
-    def _up(self, values: Tensor) -> Tensor:
-        """To the device, without waiting for it."""
-        return upload(values, self.device)
+        """Of all rows on the host; taps [N S, n, H] and last [N S, H]."""
+        engine = self._engine
+        with engine.workers.watched() if engine.workers is not None else nullcontext():
+            if engine.orders is not None:
+                engine.orders.read_texts(self.shape, rows.tokens, rows.documents)
+            return self._pass.read(rows.tokens, rows.documents)
 
 
-def document_starts(rows: Rows) -> Tensor:
-    """Where documents begin among all tokens [D + 1], and where the last one ends."""
-    changes = torch.ones(rows.documents.shape, dtype=torch.bool)
-    changes[:, 1:] = rows.documents[:, 1:] != rows.documents[:, :-1]
-    return torch.cat([changes.flatten().nonzero()[:, 0], torch.tensor([rows.tokens.numel()])])
-
-
-def pages_of(rows: Rows, num_rows: int, most_documents: int | None = None) -> int:
-    """How many pages any `num_rows` of them take at most."""
-    most = rows.most_documents if most_documents is None else most_documents
-    return num_rows * (-(-rows.tokens.shape[1] // PAGE_SIZE) + most + 1)
+def pages_of(row_len: int, num_rows: int, most_documents: int) -> int:
+    """How many pages any `num_rows` rows take at most."""
+    return num_rows * (pages_for(row_len) + most_documents + 1)
