@@ -1,6 +1,6 @@
-"""The outrider command: generate, chat, serve, route, certify, doctor, train, bench, list, pull, matrix, version.
-A ValueError is the user's to mend and becomes one line on standard error with exit status 2; --debug shows it all.
-Whatever needs torch is imported when a command runs: help and version answer at once."""
+"""The outrider command: generate, chat, serve, route, certify, doctor, train, merge, bench, list, pull, matrix and
+version. A ValueError is the user's to mend and becomes one line on standard error with exit status 2; --debug shows it
+all. Whatever needs torch is imported when a command runs: help and version answer at once."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from outrider.server.flags import ServeCommand
 from outrider.server.router.command import route_command
 from outrider.startup import importing
 from outrider.training.command import train_command
+from outrider.training.merge_command import merge_command
 
 if TYPE_CHECKING:
     from outrider.config import EngineConfig
@@ -341,6 +342,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "certify": certify_command,
     "doctor": doctor_command,
     "train": train_command,
+    "merge": merge_command,
     "list": list_models,
     "pull": pull,
     "matrix": matrix,

@@ -4,10 +4,12 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lessons
 import pytest
 import quantised_models
+import tiny
 import torch
 from mtp_checkpoints import with_modules
 from safetensors.torch import load_file, save_file
@@ -18,6 +20,7 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.base import drafters
 from outrider.drafters.fresh import Fresh, Plan
 from outrider.training.checkpoint import STORED, exported, write_drafter
+from outrider.training.merge import merge
 from outrider.training.run import read_fresh
 
 PLAN = Plan(method="mtp", depth=lessons.DEPTH)
@@ -125,3 +128,114 @@ def test_modules_of_another_target(target_path: Callable[..., Path], tmp_path: P
     settings = SpeculativeConfig(model=str(tmp_path / "modules"), num_speculative_tokens=3)
     with pytest.raises(ValueError, match="they belong to another target"):
         LLM(other, settings, device="cpu")
+
+
+def learnt(school: lessons.School, directory: Path) -> Path:
+    """The modules after a few steps."""
+    trainer, fresh = school.trainer(lessons.rows_apart(school.texts)), read_fresh(school.path)
+    for number in range(4):
+        trainer.step(number / 4)
+    write_drafter(directory, fresh.config, exported(school.drafter, trainer.optimizer.average, fresh))
+    return directory
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_they_go_back_into_the_targets_files(school: lessons.School, shards: int, tmp_path: Path) -> None:
+    """Then the target has them as its own: what it drafts is what they draft from a checkpoint of theirs."""
+    whole = Path(str(school.llm.config.model))
+    config, tensors = json.loads((whole / "config.json").read_text()), load_file(whole / "model.safetensors")
+    target, modules = tmp_path / "sharded", learnt(school, tmp_path / "learnt")
+    target.mkdir()
+    save_sharded(target, config, tensors, shards)
+    (target / "tokenizer.json").write_text("{}")
+    written = merge(target, modules, tmp_path / "merged")
+    merged = load_all(tmp_path / "merged")
+    assert merged.keys() == tensors.keys()
+    changed = {name for name in tensors if not torch.equal(merged[name].float(), tensors[name].float())}
+    assert changed <= set(load_file(modules / "model.safetensors"))
+    assert changed
+    links = {path.name for path in (tmp_path / "merged").iterdir() if path.is_symlink()}
+    assert "tokenizer.json" in links
+    assert {path.name for path in (tmp_path / "merged").iterdir()} == links | set(written)
+    assert (len(links) > 1) is (shards > 1), "what holds no module is linked"
+    (tmp_path / "merged" / "tokenizer.json").unlink()
+    count = lessons.DEPTH
+    apart = SpeculativeConfig(model=str(modules), num_speculative_tokens=count, force=True)
+    own = SpeculativeConfig(method="mtp", num_speculative_tokens=count, force=True)
+    with LLM(whole, apart, device="cpu") as llm:
+        wanted = drafts(llm, school.texts[0])
+    with LLM(tmp_path / "merged", own, device="cpu") as llm:
+        assert drafts(llm, school.texts[0]) == wanted
+    with pytest.raises(ValueError, match="is not empty"):
+        merge(target, modules, tmp_path / "merged")
+
+
+def save_sharded(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], count: int) -> None:
+    """In one file, or in several whose last one has what is last by name: the modules."""
+    (directory / "config.json").write_text(json.dumps(config))
+    if count == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    names, index = sorted(tensors, key=lambda name: ("layers.4." in name or "mtp." in name, name)), {}
+    for number in range(count):
+        begin, end = number * len(names) // count, (number + 1) * len(names) // count
+        file, mine = f"part-{number}.safetensors", names[begin:end]
+        save_file({name: tensors[name] for name in mine}, directory / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(mine, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def load_all(directory: Path) -> dict[str, torch.Tensor]:
+    """As other engines do: every file whole, by the index."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {path.name for path in directory.glob("*.safetensors")} == set(index.values())
+    found: dict[str, torch.Tensor] = {}
+    for file in set(index.values()):
+        tensors = load_file(directory / file)
+        assert not tensors.keys() & found.keys(), "a tensor is there twice"
+        assert all(index[name] == file for name in tensors)
+        found |= tensors
+    return found
+
+
+@pytest.mark.parametrize("way", ["fp8", "packed", "gptq"])
+def test_a_quantised_targets_modules(way: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """They are not quantised when they come back, and its config.json says so; or it is refused, where it cannot."""
+    sizes = {"v_head_dim": 16, "q_lora_rank": 32}  # which groups of 32 numbers divide
+    published = with_modules(target_path("deepseek_v3", **sizes), tmp_path / "published")
+    config, tensors = json.loads((published / "config.json").read_text()), load_file(published / "model.safetensors")
+    target, _ = quantised_models.quantise_tensors(tmp_path, way, config, tensors)
+    fresh = found(target)
+    write_drafter(tmp_path / "modules", fresh.config, fresh.tensors)
+    if way == "gptq":
+        with pytest.raises(ValueError, match="gptq has no list of layers that are not quantised"):
+            merge(target, tmp_path / "modules", tmp_path / "merged")
+        assert not (tmp_path / "merged").exists()
+        return
+    merge(target, tmp_path / "modules", tmp_path / "merged")
+    settings = json.loads((tmp_path / "merged" / "config.json").read_text())["quantization_config"]
+    listed = settings["modules_to_not_convert" if way == "fp8" else "ignore"]
+    assert "model.layers.4.self_attn.o_proj" in listed
+    assert not any(name.startswith("model.layers.3.") for name in listed)
+    merged = load_all(tmp_path / "merged")
+    assert sorted(name for name in merged if name.startswith("model.layers.4.self_attn.o_proj")) == [
+        "model.layers.4.self_attn.o_proj.weight"
+    ]
+    drafted = []
+    for model, drafter in ((target, str(tmp_path / "modules")), (tmp_path / "merged", None)):
+        settings = SpeculativeConfig(method="mtp", model=drafter, num_speculative_tokens=3, force=True)
+        with LLM(model, settings, device="cpu") as llm:
+            drafted.append(drafts(llm, list(range(20))))
+    assert drafted[0] == drafted[1]
+
+
+def test_what_cannot_go_back(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    target = with_modules(target_path("deepseek_v3"), tmp_path / "target")
+    head = tiny.save_eagle3(tmp_path / "head")
+    with pytest.raises(ValueError, match="holds nothing below"):
+        merge(target, head, tmp_path / "out")
+    fresh = found(target)
+    write_drafter(tmp_path / "modules", fresh.config, fresh.tensors)
+    with pytest.raises(ValueError, match="has no multi-token-prediction modules"):
+        merge(target_path("llama"), tmp_path / "modules", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -53,14 +53,15 @@ class SafetensorsCheckpoint:
         generation = path / "generation_config.json"
         self.generation_config = read_json_object(generation) if generation.is_file() else {}
         self._files = ExitStack()
+        self._opened: dict[str, safe_open] = {}
         try:
-            self._tensor_files = self._open_files()
+            self._file_names = self._open_files()
         except BaseException:
             self._files.close()
             raise
 
     def names(self) -> list[str]:
-        return list(self._tensor_files)
+        return list(self._file_names)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of(name).get_slice(name).get_shape())
@@ -72,47 +73,52 @@ class SafetensorsCheckpoint:
         """What lies between two places along a dimension; nothing else is read."""
         return self._file_of(name).get_slice(name)[(slice(None),) * dim + (slice(begin, end),)]
 
+    def file_name(self, name: str) -> str:
+        """Of the file that holds a tensor."""
+        if name not in self._file_names:
+            raise ValueError(f"{self.path} has no tensor {name!r}; check that the checkpoint is the one you mean")
+        return self._file_names[name]
+
     def close(self) -> None:
-        self._tensor_files = {}
+        self._file_names, self._opened = {}, {}
         self._files.close()
 
     def _file_of(self, name: str) -> safe_open:
-        if name not in self._tensor_files:
-            raise ValueError(f"{self.path} has no tensor {name!r}; check that the checkpoint is the one you mean")
-        return self._tensor_files[name]
+        return self._opened[self.file_name(name)]
 
-    def _open_files(self) -> dict[str, safe_open]:
-        """The open file of every tensor."""
+    def _open_files(self) -> dict[str, str]:
+        """The name of every tensor's file, all of which are open then."""
         single, index = self.path / "model.safetensors", self.path / INDEX_NAME
         if not single.is_file() and index.is_file():
             return self._open_indexed(index)
         files = [single] if single.is_file() else sorted(self.path.glob("*.safetensors"))
         if not files:
             raise ValueError(f"{self.path} holds no safetensors; {_advice_on_directory(self.path)}")
-        found = [(name, file) for file in map(self._open, files) for name in file.keys()]  # noqa: SIM118
+        found = [(name, file.name) for file in files for name in self._open(file).keys()]  # noqa: SIM118
         repeated = [name for name, count in Counter(name for name, _ in found).items() if count > 1]
         if repeated:
             raise ValueError(f"{self.path} holds {repeated[0]!r} in two files; remove one, or add {INDEX_NAME}")
         return dict(found)
 
-    def _open_indexed(self, index: Path) -> dict[str, safe_open]:
+    def _open_indexed(self, index: Path) -> dict[str, str]:
         shard_of = _read_index(index)
-        shards = {shard: self._open(self.path / shard) for shard in sorted(set(shard_of.values()))}
-        held = {shard: set(file.keys()) for shard, file in shards.items()}
+        held = {shard: set(self._open(self.path / shard).keys()) for shard in sorted(set(shard_of.values()))}
         for name, shard in shard_of.items():
             if name not in held[shard]:
                 raise ValueError(
                     f"{self.path / shard} lacks {name!r}, which {INDEX_NAME} promises; download both again"
                 )
-        return {name: shards[shard] for name, shard in shard_of.items()}
+        return dict(shard_of)
 
     def _open(self, file: Path) -> safe_open:
         if not file.is_file():
             raise ValueError(f"{file} is missing, but {INDEX_NAME} names it; download the file")
         try:
-            return self._files.enter_context(safe_open(file, framework="pt"))
+            opened = self._files.enter_context(safe_open(file, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is truncated or damaged ({error}); download the file again") from error
+        self._opened[file.name] = opened
+        return opened
 
 
 def _read_index(index: Path) -> Mapping[str, str]:

@@ -71,6 +71,10 @@ class QuantisedCheckpoint:
             return None
         return self._format.quantised(replace(stored, device=device))
 
+    def parts_of(self, name: str) -> list[str]:
+        """The tensors as stored that make up a weight."""
+        return list(self._find(name).parts.values())
+
     def page_scale(self, name: str) -> float | None:
         """What a 1 in pages of 8 bits stands for, by a tensor of this name; None where there is none."""
         if name not in self._inner.names():
