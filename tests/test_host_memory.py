@@ -1,5 +1,6 @@
 """Memory that costs nothing until it is used, and weights that are read into place."""
 
+import ctypes
 import mmap
 import resource
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams, host_memory
-from outrider.host_memory import Arena, give_back, use_large_pages, zeros
+from outrider.host_memory import Arena, give_back, give_back_freed, use_large_pages, zeros
 
 CPU = torch.device("cpu")
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -81,6 +82,28 @@ def test_pages_of_a_file_are_given_back(tmp_path: Path) -> None:
     assert held >= 2**24
     assert resident() - before < 2**20
     assert zlib.crc32(memory) == whole
+
+
+@only_linux
+@pytest.mark.skipif(host_memory._malloc_trim() is None, reason="a C library that cannot be asked to")
+def test_what_was_freed_in_small_pieces_is_given_back() -> None:
+    """Small pieces that are still used lie among them, so it is not given back by itself."""
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    before = resident()
+    pieces = [library.malloc(4000) for _ in range(20_000)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, 4000)
+    for number, piece in enumerate(pieces):
+        if number % 100:
+            library.free(piece)
+    held = resident() - before
+    give_back_freed()
+    assert held > 20_000 * 2000
+    assert resident() - before < held / 4
+    for piece in pieces[::100]:
+        library.free(piece)
 
 
 def test_an_arena_gives_zeros_that_do_not_overlap() -> None:

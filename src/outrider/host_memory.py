@@ -70,6 +70,22 @@ def give_back(memory: mmap.mmap, offset: int, num_bytes: int) -> None:
             memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
+def give_back_freed() -> None:
+    """What was freed in small pieces, and is kept for more of them: after a large vocabulary was read, for instance, up
+    to a hundred megabytes. Only the C library of most Linux systems can be asked to."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    function = getattr(ctypes.CDLL(None), "malloc_trim", None) if _IS_LINUX else None
+    if function is not None:
+        function.argtypes = [ctypes.c_size_t]
+    return function
+
+
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int]:
     function = ctypes.CDLL(None).madvise

@@ -21,6 +21,7 @@ from outrider.drafters.base import Drafter
 from outrider.engine.request import Request
 from outrider.engine.shared import SharedEngine
 from outrider.engine.warm_up import warm_up
+from outrider.host_memory import give_back_freed
 from outrider.llm_arguments import EngineArgs, Named, dtype_name, length_of, settle, template_text
 from outrider.metrics import Figures, Metric
 from outrider.models.base import Target
@@ -125,6 +126,7 @@ class LLM:
         self._figures = Figures(str(target))
         with self.startup.timed("check-up"):
             self.checkup = self._check_up(progress)
+        give_back_freed()
 
     @classmethod
     def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> LLM:
