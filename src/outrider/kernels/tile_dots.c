@@ -162,30 +162,45 @@ INLINE rounded_rows place_rounded(void *memory, long num_rows, long depth) {
     return rows;
 }
 
+/* 32 numbers, each to the nearest whole one, times a factor; and the sums of both halves. */
+INLINE void round_step(const float *x, float factor, int8_t *levels, int32_t *halves) {
+#if defined(WIDE_DOTS)
+    __m512 spread = _mm512_set1_ps(factor);
+    __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x), spread));
+    __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + 16), spread));
+    __m256i bytes = _mm256_set_m128i(_mm512_cvtepi32_epi8(second), _mm512_cvtepi32_epi8(first));
+    _mm256_storeu_si256((__m256i *)levels, bytes);
+    __m256i sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), bytes); /* of four */
+    sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0x4e));
+    sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0xb1));
+    halves[0] = _mm256_extract_epi32(sums, 0), halves[1] = _mm256_extract_epi32(sums, 4);
+#else
+    const vector magic = spread(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest whole number */
+    halves[0] = halves[1] = 0;
+    for (long i = 0; i < STEP; i += LANES) {
+        integers whole = (integers)(load(x + i) * factor + magic) - (integers)magic;
+        for (long j = 0; j < LANES; j++) {
+            levels[i + j] = (int8_t)whole[j];
+            halves[(i + j) / 16] += (int8_t)whole[j];
+        }
+    }
+#endif
+}
+
 static void round_row(const float *x, long type, const rounded_rows *rows, long row) {
     tile_format format = format_of(type);
     long depth = rows->depth, unit = unit_len(format), steps = depth / STEP;
     int middle = format.has_offset ? 0 : format.low_bits == 8 ? MOVED_UP : 1 << (3 + format.high_bits);
     int8_t *levels = rows->levels + row * depth;
-    const vector magic = spread(12582912.0f); /* 1.5 * 2^23: adding it rounds to the nearest whole number */
     for (long first = 0; first < depth; first += unit) {
         vector most = {0};
-        for (long i = 0; i < unit; i += LANES) {
-            vector v = load(x + first + i);
-            most = greatest(greatest(v, -v), most);
-        }
+        for (long i = 0; i < unit; i += LANES) most = greatest(size_of(load(x + first + i)), most);
         float largest = fold_greatest(most), scale = largest / 127.0f;
         float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
         rows->scales[row * (depth / unit) + first / unit] = scale;
         for (long at = first; at < first + unit; at += STEP) {
-            int32_t halves[2] = {0, 0};
-            for (long i = 0; i < STEP; i += LANES) {
-                integers whole = (integers)(load(x + at + i) * inverse + magic) - (integers)magic;
-                for (long j = 0; j < LANES; j++) {
-                    levels[at + i + j] = (int8_t)whole[j];
-                    halves[(i + j) / 16] += (int8_t)whole[j];
-                }
-            }
+            int32_t halves[2];
+            round_step(x + at, inverse, levels + at, halves);
             long step = row * steps + at / STEP;
             if (type == Q6_K) rows->starts[2 * step] = -middle * halves[0], rows->starts[2 * step + 1] = -middle * halves[1];
             else rows->starts[step] = -middle * (halves[0] + halves[1]);

@@ -56,6 +56,9 @@ INLINE vector greatest(vector a, vector b) {
 #endif
 }
 
+/* Without its sign. */
+INLINE vector size_of(vector v) { return (vector)((integers)v & 0x7fffffff); }
+
 INLINE vector smallest(vector a, vector b) {
 #if LANES == 16
     return (vector)_mm512_min_ps((__m512)a, (__m512)b);
@@ -123,6 +126,9 @@ INLINE float fold(vector v) {
 }
 
 INLINE float fold_greatest(vector v) {
+#if LANES == 16
+    return _mm512_reduce_max_ps((__m512)v);
+#endif
     UNROLL for (int count = LANES; count > 1; count /= 2) v = greatest(SHUFFLE(v, v, EVENS), SHUFFLE(v, v, ODDS));
     return v[0];
 }
