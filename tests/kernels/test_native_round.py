@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_triton import DEVICE
 from test_triton_round import (
     CATCHING,
@@ -25,6 +27,7 @@ from outrider.kernels import round as rounds
 from outrider.kernels import taps as taps_reference
 from outrider.kernels.ahead import rows_ahead_reference
 from outrider.kernels.dispatch import use_native_round
+from outrider.kernels.lookup import Lookup, lookup_reference
 from outrider.types import Draft, RoundShape
 
 pytestmark = pytest.mark.skipif(
@@ -118,3 +121,24 @@ def test_rows_ahead(people: list[list[int]], shape: RoundShape) -> None:
     rounds.judge_reference(step, right_choices(step, 4))
     found, wanted = native_round.rows_ahead(step, 3), rows_ahead_reference(step, 3)
     assert all(one.equal(other) for one, other in zip(found, wanted, strict=True))
+
+
+@given(
+    texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=4),
+    depth=st.integers(1, 5),
+    more=st.integers(0, 3),
+    shortest=st.integers(1, 3),
+    wider=st.integers(0, 6),
+)
+def test_lookup(texts: list[list[int]], depth: int, more: int, shortest: int, wider: int) -> None:
+    """Of three tokens, so that much stands there twice, and with other texts' ends in the same places."""
+    how, width = Lookup(depth, depth + more, shortest, shortest + wider), 26
+    tokens = torch.arange(2 * len(texts) * width).view(-1, width) % 3
+    slots, lengths = torch.arange(len(texts)) * 2, torch.tensor([len(text) for text in texts])
+    for slot, text in zip(slots.tolist(), texts, strict=True):
+        tokens[slot, : len(text)] = torch.tensor(text)
+    found, count = native_round.lookup(tokens, slots, lengths, how)
+    wanted, wanted_count = lookup_reference(tokens, slots, lengths, int(lengths.max()), how)
+    assert count.tolist() == wanted_count.tolist()
+    for row, other, size in zip(found, wanted, count.tolist(), strict=True):
+        assert row[:size].tolist() == other[:size].tolist()

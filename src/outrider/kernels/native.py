@@ -56,6 +56,7 @@ _OPERATIONS = (
     "keep_missed",
     "shift_taps",
     "rows_ahead",
+    "lookup",
 )
 
 

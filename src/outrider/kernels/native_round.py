@@ -7,6 +7,7 @@ import struct
 import torch
 from torch import Tensor
 
+from outrider.kernels.lookup import Lookup
 from outrider.kernels.native import _address, _native
 from outrider.types import Batch, Draft, RoundShape, Seats, SlotState, Step, Verdict
 
@@ -18,6 +19,7 @@ _KEEP_TAPS = struct.Struct("@5q 7q 4q")
 _KEEP_MISSED = struct.Struct("@4q 3q")
 _SHIFT_TAPS = struct.Struct("@5q 4q 2q")
 _ROWS_AHEAD = struct.Struct("@6q 4q")
+_LOOKUP = struct.Struct("@5q 6q")
 
 
 def _whole(tensor: Tensor) -> int:
@@ -171,3 +173,12 @@ def rows_ahead(step: Step, depth: int) -> tuple[Tensor, Tensor]:
     )
     _native().rows_ahead(work)
     return indices, locations
+
+
+def lookup(tokens: Tensor, slots: Tensor, lengths: Tensor, how: Lookup) -> tuple[Tensor, Tensor]:
+    """What followed [B, room], and how many of them are proposed [B]; what stands behind those means nothing."""
+    found, counts = tokens.new_empty(len(slots), how.room), torch.empty_like(lengths)
+    sizes = how.depth, how.room, how.shortest, how.longest
+    work = _LOOKUP.pack(*map(_whole, (tokens, slots, lengths, found, counts)), tokens.shape[1], len(slots), *sizes)
+    _native().lookup(work)
+    return found, counts

@@ -239,3 +239,28 @@ EXPORT void outrider_rows_ahead(const rows_ahead_work *work) {
             work->locations[at] = (work->emits[request] ? page : 0) * work->page_size + index % work->page_size;
         }
 }
+
+/* Where the end of each text stood in it before: see lookup.py, which says what counts more. */
+typedef struct {
+    const int64_t *tokens, *slots, *lengths;
+    int64_t *found, *counts;
+    long width, num_requests, depth, room, shortest, longest;
+} lookup_work;
+
+EXPORT void outrider_lookup(const lookup_work *work) {
+    for (long request = 0; request < work->num_requests; request++) {
+        const int64_t *text = work->tokens + work->slots[request] * work->width;
+        long length = smaller(work->lengths[request], work->width), best = -1, best_run = 0, best_room = 0;
+        for (long at = length - 2; at >= 0; at--) { /* from the latest on: of equals the first one wins */
+            long run = 0, most = smaller(work->longest, at + 1);
+            while (run < most && text[at - run] == text[length - 1 - run]) run++;
+            long room = smaller(length - 1 - at, work->room);
+            if (run < work->shortest || run < best_run || (run == best_run && room <= best_room)) continue;
+            best = at, best_run = run, best_room = room;
+            if (run == work->longest && room == work->room) break;
+        }
+        long start = best + 1;
+        work->counts[request] = best < 0 ? 0 : smaller(smaller(length - start, best_run), work->depth);
+        for (long i = 0; i < work->room; i++) work->found[request * work->room + i] = text[smaller(start + i, work->width - 1)];
+    }
+}
