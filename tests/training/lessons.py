@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
+from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.config import SpeculativeConfig
 from outrider.drafters import base, dflash, lesson, mtp, parallel
 from outrider.drafters.base import Drafter, drafters
 from outrider.drafters.dflash import DFlash
 from outrider.drafters.eagle3 import Eagle3
-from outrider.drafters.fresh import Plan
+from outrider.drafters.fresh import Fresh, Plan
 from outrider.drafters.lesson import Guess, Lesson, teaching
-from outrider.training.checkpoint import write_drafter
+from outrider.training.checkpoint import STORED, write_drafter
 from outrider.training.optimizer import Rates
 from outrider.training.run import training_copy
 from outrider.training.teacher import Teacher
@@ -89,6 +91,24 @@ def school_of(target: Path, directory: Path, texts: list[list[int]], device: str
     speculative = SpeculativeConfig(model=str(directory), num_speculative_tokens=DEPTH, force=True, **settings)
     llm = LLM(target, speculative, device=device)
     return School(llm, training_copy(llm.target, speculative), directory, texts)
+
+
+def rounded(target: Path) -> Path:
+    """To what a drafter's checkpoint can hold."""
+    tensors = load_file(target / "model.safetensors")
+    halves = {name: tensor.to(STORED).float() for name, tensor in tensors.items()}
+    save_file(halves, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def own_modules(target: Path) -> Fresh:
+    """The modules that a target came with, to begin with."""
+    checkpoint = open_checkpoint(target)
+    with LLM(target, None, device="cpu") as llm:
+        fresh = drafters["mtp"].found_in(llm.target, checkpoint, Plan(method="mtp", depth=DEPTH))
+    checkpoint.close()
+    assert fresh is not None
+    return fresh
 
 
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

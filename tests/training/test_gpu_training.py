@@ -1,5 +1,6 @@
 """Training on a CUDA device: in bfloat16 and with the kernels there it loses what it loses on a CPU, and it learns."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,11 @@ from typing import Any
 import lessons
 import pytest
 import torch
+from mtp_checkpoints import with_modules
 
 from outrider.kernels.branches import branch_attention, branch_attention_reference
 from outrider.kernels.head_loss import Divergence, HeadMatrix, head_loss, head_loss_reference
-from outrider.training.checkpoint import copy_into
+from outrider.training.checkpoint import copy_into, write_drafter
 from outrider.training.texts import pack
 from outrider.training.validation import served
 
@@ -32,6 +34,28 @@ def test_a_gpu_learns_what_a_cpu_learns(form: str, target_path: Callable[..., Pa
         with school.llm, pytest.MonkeyPatch.context() as monkeypatch:
             lessons.everywhere(monkeypatch)
             trainer = school.trainer(rows)
+            for number in range(8):
+                trainer.step(number / 8)
+                losses.append(trainer.record.read()["loss"])
+            copy_into(school.llm.engine, trainer.optimizer.average)
+            assert served(school.llm, [text[:6] for text in texts], 12).accept_length >= 1
+    assert losses[8] == pytest.approx(losses[0], rel=0.03)
+    assert losses[-1] < losses[8]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "nemotron_h_latent"])
+def test_own_modules_with_experts(family: str, target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """Experts are chosen in float32, whatever the rest is computed in, and asked one after the other: a step of theirs
+    is not recorded, and says so."""
+    target = lessons.rounded(with_modules(target_path(family), tmp_path / "target"))
+    texts, fresh = lessons.written(target, 6, 40), lessons.own_modules(target)
+    write_drafter(tmp_path / "modules", fresh.config, fresh.tensors)
+    losses = []
+    for device in ("cpu", "cuda"):
+        school = lessons.school_of(target, tmp_path / "modules", texts, device)
+        with school.llm, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            trainer = replace(school.trainer(lessons.rows_apart(texts)), records=device == "cuda")
             for number in range(8):
                 trainer.step(number / 8)
                 losses.append(trainer.record.read()["loss"])

@@ -15,43 +15,22 @@ from mtp_checkpoints import with_modules
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, SamplingParams
-from outrider.checkpoints.checkpoint import open_checkpoint
 from outrider.config import SpeculativeConfig
-from outrider.drafters.base import drafters
-from outrider.drafters.fresh import Fresh, Plan
-from outrider.training.checkpoint import STORED, exported, write_drafter
+from outrider.drafters.fresh import Fresh
+from outrider.training.checkpoint import exported, write_drafter
 from outrider.training.merge import merge
 from outrider.training.run import read_fresh
 
-PLAN = Plan(method="mtp", depth=lessons.DEPTH)
 # dense blocks with a head each; latent attention and a mixture; grouped attention, then a mixture of narrow experts
 FAMILIES = ["step3p5", "deepseek_v3", "nemotron_h_latent"]
-
-
-def rounded(target: Path) -> Path:
-    """To what a drafter's checkpoint can hold."""
-    tensors = load_file(target / "model.safetensors")
-    halves = {name: tensor.to(STORED).float() for name, tensor in tensors.items()}
-    save_file(halves, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
-def found(target: Path) -> Fresh:
-    """The modules that a target came with, to begin with."""
-    checkpoint = open_checkpoint(target)
-    with LLM(target, None, device="cpu") as llm:
-        fresh = drafters["mtp"].found_in(llm.target, checkpoint, PLAN)
-    checkpoint.close()
-    assert fresh is not None
-    return fresh
 
 
 @pytest.fixture(params=FAMILIES)
 def school(
     request: pytest.FixtureRequest, target_path: Callable[..., Path], tmp_path: Path
 ) -> Iterator[lessons.School]:
-    target = rounded(with_modules(target_path(request.param), tmp_path / "target"))
-    texts, fresh = lessons.written(target, 4, 40), found(target)
+    target = lessons.rounded(with_modules(target_path(request.param), tmp_path / "target"))
+    texts, fresh = lessons.written(target, 4, 40), lessons.own_modules(target)
     write_drafter(tmp_path / "modules", fresh.config, fresh.tensors)
     made = lessons.school_of(target, tmp_path / "modules", texts)
     with made.llm:
@@ -110,7 +89,7 @@ def test_modules_of_a_quantised_target_become_dense(target_path: Callable[..., P
     published = with_modules(target_path("deepseek_v3"), tmp_path / "published")
     config, tensors = json.loads((published / "config.json").read_text()), load_file(published / "model.safetensors")
     quantised, dense = quantised_models.quantise_tensors(tmp_path, "fp8", config, tensors)
-    fresh, wanted = found(quantised), found(dense)
+    fresh, wanted = lessons.own_modules(quantised), lessons.own_modules(dense)
     assert fresh.config == wanted.config
     assert fresh.tensors.keys() == wanted.tensors.keys()
     for name, tensor in fresh.tensors.items():
@@ -122,7 +101,7 @@ def test_modules_of_a_quantised_target_become_dense(target_path: Callable[..., P
 
 
 def test_modules_of_another_target(target_path: Callable[..., Path], tmp_path: Path) -> None:
-    fresh = found(with_modules(target_path("deepseek_v3"), tmp_path / "one"))
+    fresh = lessons.own_modules(with_modules(target_path("deepseek_v3"), tmp_path / "one"))
     write_drafter(tmp_path / "modules", fresh.config, fresh.tensors)
     other = with_modules(target_path("step3p5"), tmp_path / "other")
     settings = SpeculativeConfig(model=str(tmp_path / "modules"), num_speculative_tokens=3)
@@ -205,7 +184,7 @@ def test_a_quantised_targets_modules(way: str, target_path: Callable[..., Path],
     published = with_modules(target_path("deepseek_v3", **sizes), tmp_path / "published")
     config, tensors = json.loads((published / "config.json").read_text()), load_file(published / "model.safetensors")
     target, _ = quantised_models.quantise_tensors(tmp_path, way, config, tensors)
-    fresh = found(target)
+    fresh = lessons.own_modules(target)
     write_drafter(tmp_path / "modules", fresh.config, fresh.tensors)
     if way == "gptq":
         with pytest.raises(ValueError, match="gptq has no list of layers that are not quantised"):
@@ -234,7 +213,7 @@ def test_what_cannot_go_back(target_path: Callable[..., Path], tmp_path: Path) -
     head = tiny.save_eagle3(tmp_path / "head")
     with pytest.raises(ValueError, match="holds nothing below"):
         merge(target, head, tmp_path / "out")
-    fresh = found(target)
+    fresh = lessons.own_modules(target)
     write_drafter(tmp_path / "modules", fresh.config, fresh.tensors)
     with pytest.raises(ValueError, match="has no multi-token-prediction modules"):
         merge(target_path("llama"), tmp_path / "modules", tmp_path / "out")
