@@ -101,11 +101,11 @@ def rounded(target: Path) -> Path:
     return target
 
 
-def own_modules(target: Path) -> Fresh:
+def own_modules(target: Path, depth: int = DEPTH) -> Fresh:
     """The modules that a target came with, to begin with."""
     checkpoint = open_checkpoint(target)
     with LLM(target, None, device="cpu") as llm:
-        fresh = drafters["mtp"].found_in(llm.target, checkpoint, Plan(method="mtp", depth=DEPTH))
+        fresh = drafters["mtp"].found_in(llm.target, checkpoint, Plan(method="mtp", depth=depth))
     checkpoint.close()
     assert fresh is not None
     return fresh

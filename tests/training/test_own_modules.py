@@ -100,6 +100,17 @@ def test_modules_of_a_quantised_target_become_dense(target_path: Callable[..., P
         assert drafts(llm, list(range(20)))
 
 
+def test_fewer_modules_than_the_target_has(target_path: Callable[..., Path], tmp_path: Path) -> None:
+    """Where fewer tokens are drafted than there are modules, the first ones learn alone, and draft on alone."""
+    target = with_modules(target_path("step3p5"), tmp_path / "target")
+    fresh = lessons.own_modules(target, depth=2)
+    assert fresh.config["num_nextn_predict_layers"] == 2
+    write_drafter(tmp_path / "modules", fresh.config, fresh.tensors)
+    settings = SpeculativeConfig(model=str(tmp_path / "modules"), num_speculative_tokens=5, force=True)
+    with LLM(target, settings, device="cpu") as llm:
+        assert any(len(draft) == 5 for draft in drafts(llm, list(range(20))))
+
+
 def test_modules_of_another_target(target_path: Callable[..., Path], tmp_path: Path) -> None:
     fresh = lessons.own_modules(with_modules(target_path("deepseek_v3"), tmp_path / "one"))
     write_drafter(tmp_path / "modules", fresh.config, fresh.tensors)

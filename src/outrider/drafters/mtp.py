@@ -68,7 +68,9 @@ class MultiTokenPrediction(Drafter):
                 "method mtp: the target's config.json speaks of no multi-token-prediction modules "
                 "(num_nextn_predict_layers): use a checkpoint that was published with them, or another method"
             )
+        mtp = target.mtp
         if checkpoint is not None and _are_own(checkpoint.config):
+            mtp = replace(mtp, num_modules=checkpoint.config.get("num_nextn_predict_layers", mtp.num_modules))
             made_for = [checkpoint.config.get(key) for key in ("target_architectures", "num_target_layers")]
             if made_for != [target.config.get("architectures"), target.num_layers]:
                 raise ValueError(
@@ -77,7 +79,7 @@ class MultiTokenPrediction(Drafter):
                 )
         if settings.taps is not None:
             raise ValueError("method mtp reads the state after the last layer and no other: remove taps")
-        drafter = cls(target.mtp, target, settings)
+        drafter = cls(mtp, target, settings)
         if checkpoint is not None and all(drafter.ignores(target.canonical(name)) for name in checkpoint.names()):
             raise ValueError(
                 f"{checkpoint.path} holds nothing below {' and '.join(drafter._prefixes)}, where the multi-token-"
