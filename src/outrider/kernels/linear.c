@@ -15,6 +15,7 @@ typedef struct {
 typedef struct {
     const linear_work *work;
     const float *weights; /* of its first column, from k on; the next column is `stride` further */
+    const uint16_t *halves; /* instead of them, where they are bfloat16 and widened as they are loaded */
     long stride, row, num_rows, column, num_columns, k, length;
     long ahead; /* distance of the weights that come next, to be fetched meanwhile */
 } linear_patch;
@@ -30,18 +31,32 @@ typedef struct {
 #define HOLD(v) (void)0
 #endif
 
+/* Where weights lie, in one of two forms; the other is NULL. */
+typedef struct {
+    const float *floats;
+    const uint16_t *halves;
+} weight_row;
+
+INLINE vector load_weights(weight_row w, int halved, long part) {
+    if (!halved) return part ? load_part(w.floats, part) : load(w.floats);
+    uint16_t padded[LANES] = {0};
+    if (part) memcpy(padded, w.halves, (size_t)part * sizeof *padded);
+    return load_bfloat16(part ? padded : w.halves);
+}
+
 /* One step of LANES along k. The longer side streams through one register, the shorter one stays in several. */
-INLINE void dot_step(int rows, int columns, const float *const *x, const float *const *w, vector *sums, long part) {
+INLINE void dot_step(int rows, int columns, int halved, const float *const *x, const weight_row *w, vector *sums, long part) {
     vector held[8];
     int across = rows > columns, num_held = across ? columns : rows, num_streamed = across ? rows : columns;
     UNROLL for (int i = 0; i < num_held; i++) {
-        const float *p = across ? w[i] : x[i];
-        held[i] = part ? load_part(p, part) : load(p);
+        if (across) held[i] = load_weights(w[i], halved, part);
+        else held[i] = part ? load_part(x[i], part) : load(x[i]);
         HOLD(held[i]);
     }
     UNROLL for (int j = 0; j < num_streamed; j++) {
-        const float *p = across ? x[j] : w[j];
-        vector streamed = part ? load_part(p, part) : load(p);
+        vector streamed;
+        if (across) streamed = part ? load_part(x[j], part) : load(x[j]);
+        else streamed = load_weights(w[j], halved, part);
         HOLD(streamed);
         UNROLL for (int i = 0; i < num_held; i++) {
             int at = across ? j * columns + i : i * columns + j;
@@ -56,14 +71,19 @@ typedef struct {
     long turn, num_passes;
 } fetch_turns;
 
-INLINE void dot_tile(const linear_patch *patch, int rows, int columns, long row, long column, fetch_turns *turns) {
+INLINE void dot_tile(const linear_patch *patch, int rows, int columns, int halved, long row, long column,
+                     fetch_turns *turns) {
     const linear_work *work = patch->work;
-    const float *x[ROW_TILE], *w[8];
+    const float *x[ROW_TILE];
+    weight_row w[8];
     long ahead[8];
     vector sums[ROW_TILE * 8];
     float folded[32];
     UNROLL for (int r = 0; r < rows; r++) x[r] = work->x + (row + r) * work->depth + patch->k;
-    UNROLL for (int c = 0; c < columns; c++) w[c] = patch->weights + (column + c - patch->column) * patch->stride;
+    UNROLL for (int c = 0; c < columns; c++) {
+        long at = (column + c - patch->column) * patch->stride;
+        w[c] = halved ? (weight_row){NULL, patch->halves + at} : (weight_row){patch->weights + at, NULL};
+    }
     UNROLL for (int i = 0; i < rows * columns; i++) sums[i] = (vector){0};
     UNROLL for (int c = 0; c < columns; c++) {
         ahead[c] = turns->turn == 0 ? patch->ahead : 0;
@@ -71,12 +91,16 @@ INLINE void dot_tile(const linear_patch *patch, int rows, int columns, long row,
     }
     long left = patch->length;
     for (; left >= LANES; left -= LANES) {
-        UNROLL for (int c = 0; c < columns; c++) __builtin_prefetch(w[c] + ahead[c], 0, 2);
-        dot_step(rows, columns, x, w, sums, 0);
+        UNROLL for (int c = 0; c < columns; c++)
+            __builtin_prefetch(halved ? (const void *)(w[c].halves + ahead[c]) : w[c].floats + ahead[c], 0, 2);
+        dot_step(rows, columns, halved, x, w, sums, 0);
         UNROLL for (int r = 0; r < rows; r++) x[r] += LANES;
-        UNROLL for (int c = 0; c < columns; c++) w[c] += LANES;
+        UNROLL for (int c = 0; c < columns; c++) {
+            if (halved) w[c].halves += LANES;
+            else w[c].floats += LANES;
+        }
     }
-    if (left > 0) dot_step(rows, columns, x, w, sums, left);
+    if (left > 0) dot_step(rows, columns, halved, x, w, sums, left);
     fold_all(sums, rows * columns, folded);
     __asm__ volatile("" : : "r"(folded) : "memory"); /* picking lanes out of memory beats shuffling them out */
     UNROLL for (int r = 0; r < rows; r++) {
@@ -86,36 +110,39 @@ INLINE void dot_tile(const linear_patch *patch, int rows, int columns, long row,
     }
 }
 
-INLINE void dot_pass(const linear_patch *patch, int rows, int columns, long row, fetch_turns turns) {
+INLINE void dot_pass(const linear_patch *patch, int halved, int rows, int columns, long row, fetch_turns turns) {
     long column = patch->column, end = patch->column + patch->num_columns;
-    for (; column + columns <= end; column += columns) dot_tile(patch, rows, columns, row, column, &turns);
-    for (; column < end; column++) dot_tile(patch, rows, 1, row, column, &turns);
+    for (; column + columns <= end; column += columns) dot_tile(patch, rows, columns, halved, row, column, &turns);
+    for (; column < end; column++) dot_tile(patch, rows, 1, halved, row, column, &turns);
 }
 
-static void dot_patch(const linear_patch *patch) {
+INLINE void dot_rows(const linear_patch *patch, int halved) {
     long num_passes = ceil_div(patch->num_rows, ROW_TILE);
     for (long pass = 0; pass < num_passes; pass++) {
         long first = pass * patch->num_rows / num_passes, end = (pass + 1) * patch->num_rows / num_passes;
         long row = patch->row + first;
         fetch_turns turns = {pass, num_passes};
         switch (end - first) {
-        case 1: dot_pass(patch, 1, 8, row, turns); break;
+        case 1: dot_pass(patch, halved, 1, 8, row, turns); break;
 #if ROW_TILE == 4
-        case 2: dot_pass(patch, 2, 6, row, turns); break;
-        case 3: dot_pass(patch, 3, 4, row, turns); break;
-        case 4: dot_pass(patch, 4, 3, row, turns); break;
+        case 2: dot_pass(patch, halved, 2, 6, row, turns); break;
+        case 3: dot_pass(patch, halved, 3, 4, row, turns); break;
+        case 4: dot_pass(patch, halved, 4, 3, row, turns); break;
 #else
-        case 2: dot_pass(patch, 2, 8, row, turns); break;
-        case 3: dot_pass(patch, 3, 8, row, turns); break;
-        case 4: dot_pass(patch, 4, 6, row, turns); break;
-        case 5: dot_pass(patch, 5, 4, row, turns); break;
-        case 6: dot_pass(patch, 6, 4, row, turns); break;
-        case 7: dot_pass(patch, 7, 3, row, turns); break;
-        case 8: dot_pass(patch, 8, 3, row, turns); break;
+        case 2: dot_pass(patch, halved, 2, 8, row, turns); break;
+        case 3: dot_pass(patch, halved, 3, 8, row, turns); break;
+        case 4: dot_pass(patch, halved, 4, 6, row, turns); break;
+        case 5: dot_pass(patch, halved, 5, 4, row, turns); break;
+        case 6: dot_pass(patch, halved, 6, 4, row, turns); break;
+        case 7: dot_pass(patch, halved, 7, 3, row, turns); break;
+        case 8: dot_pass(patch, halved, 8, 3, row, turns); break;
 #endif
         }
     }
 }
+
+static void dot_patch(const linear_patch *patch) { dot_rows(patch, 0); }
+static void dot_halves(const linear_patch *patch) { dot_rows(patch, 1); }
 
 /* A patch of packed weights, a few columns at a time: unpacked, they stay in the first-level cache until all rows are
  * done with them. How many is a multiple of the columns of the tiles that will run; more rows repay a wider panel. */
@@ -152,9 +179,11 @@ static void linear_task(const linear_work *work, const linear_plan *plan, long t
     for (long k = 0; k == 0 || k < work->depth; k += plan->depth_block) {
         long length = smaller(plan->depth_block, work->depth - k);
         const float *weights = work->matrix.weight ? work->matrix.weight + column * work->depth + k : NULL;
-        linear_patch patch = {work, weights, work->depth, row, row_end - row,
-                              column, num_columns, k, length, (next_column - column) * work->depth};
+        const uint16_t *halves = (const uint16_t *)work->matrix.packed + column * work->depth + k;
+        linear_patch patch = {work, weights, work->matrix.kind == BFLOAT16 ? halves : NULL, work->depth, row,
+                              row_end - row, column, num_columns, k, length, (next_column - column) * work->depth};
         if (work->matrix.kind == PLAIN) dot_patch(&patch);
+        else if (work->matrix.kind == BFLOAT16) dot_halves(&patch);
         else unpack_and_dot(patch);
     }
     for (; work->bias && row < row_end; row++) {

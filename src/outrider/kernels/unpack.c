@@ -1,6 +1,6 @@
 /* Weights in a smaller form that gives back the very same floats: bfloat16, 4 bits with a scale and an offset for
  * every 32, 8 bits with a scale, or the blocks of a GGUF file. They are unpacked a panel at a time, which stays in the
- * cache, so that less memory is read. Included by native.c. */
+ * cache, so that less memory is read; but for bfloat16, which is widened as it is loaded. Included by native.c. */
 
 enum { PLAIN = 0, BFLOAT16 = 1, AFFINE4 = 2, SCALED8 = 3, BLOCKS = 4, TILES = 5, WEIGHT_BLOCK = 32 };
 
@@ -39,31 +39,24 @@ static void unpack_scaled8(const int8_t *from, const float *scales, float *to, l
     }
 }
 
-static void unpack_bfloat16(const uint16_t *from, float *to, long length) {
-    long i = 0;
-#if defined(__AVX512F__)
-    for (; i + 16 <= length; i += 16) {
-        __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(from + i)));
-        _mm512_storeu_si512(to + i, _mm512_slli_epi32(wide, 16));
-    }
-#elif defined(__AVX2__)
-    for (; i + 8 <= length; i += 8) {
-        __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from + i)));
-        _mm256_storeu_si256((__m256i *)(to + i), _mm256_slli_epi32(wide, 16));
-    }
+INLINE vector load_bfloat16(const uint16_t *from) {
+#if LANES == 16
+    return (vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif LANES == 8
+    return (vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#else
+    integers wide;
+    UNROLL for (int i = 0; i < LANES; i++) wide[i] = (int32_t)((uint32_t)from[i] << 16);
+    return (vector)wide;
 #endif
-    for (; i < length; i++) {
-        uint32_t word = (uint32_t)from[i] << 16;
-        memcpy(to + i, &word, 4);
-    }
 }
 
-/* Columns column .. column + num_columns of a matrix of this depth, k .. k + length of each, into panel. */
+/* Columns column .. column + num_columns of a matrix of this depth, k .. k + length of each, into panel. Of anything but
+ * bfloat16. */
 static void unpack(const matrix *source, long depth, long column, long num_columns, long k, long length, float *panel) {
     for (long c = 0; c < num_columns; c++, panel += length) {
         long at = (column + c) * depth + k;
         if (source->kind == BLOCKS) unpack_blocks(source->packed, depth, column + c, k, length, panel);
-        else if (source->kind == BFLOAT16) unpack_bfloat16((const uint16_t *)source->packed + at, panel, length);
         else if (source->kind == SCALED8)
             unpack_scaled8((const int8_t *)source->packed + at, source->scales + at / WEIGHT_BLOCK, panel, length);
         else unpack_affine4((const uint8_t *)source->packed + at / 2, source->scales + at / 16, panel, length);
