@@ -286,7 +286,7 @@ def _load(
             module.check()
     with torch.inference_mode():
         for module, _ in loaded:
-            pack_weights(module)
+            pack_weights(module, halves=isinstance(module, Drafter))
 
 
 def _is_tiled(config: EngineConfig) -> bool:

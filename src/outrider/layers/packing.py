@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.dispatch import use_native
-from outrider.kernels.packed import Packed, pack
+from outrider.kernels.packed import BFLOAT16, Packed, pack
 from outrider.kernels.quantised import Kind, Quantised, QuantisedStack, quantise
 from outrider.layers.block import Block
 from outrider.layers.embedding import Embedding, Head
@@ -104,15 +104,19 @@ def round_experts(module: nn.Module, kind: Kind) -> None:
                 take_memory(parameter)
 
 
-def pack_weights(module: nn.Module, min_bytes: int | None = None) -> int:
-    """Called once, after the weights are loaded. Returns how many matrices were packed."""
-    if not gains_from_packing(module, min_bytes):
+def pack_weights(module: nn.Module, min_bytes: int | None = None, *, halves: bool = False) -> int:
+    """Called once, after the weights are loaded. Returns how many matrices were packed. `halves`: those of a smaller
+    module too, where they are bfloat16, which costs no unpacking: it will not have the cache to itself."""
+    gains = gains_from_packing(module, min_bytes)
+    if not gains and not halves:
         return 0
     count = 0
     for layer in module.modules():
         if isinstance(layer, Linear | Head) and layer.packed is None and use_native(layer.weight):
-            layer.packed = pack(layer.weight.detach())
-            count += layer.packed is not None
+            form = pack(layer.weight.detach())
+            if form is not None and (gains or form.kind == BFLOAT16):
+                layer.packed = form
+                count += 1
     return count
 
 
@@ -120,6 +124,7 @@ def refill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """A filled model takes these weights, by the names of its parameters, in place: recordings of rounds stay valid.
     Other forms of its weights are made anew."""
     parameters = dict(module.named_parameters())
+    halves = any(isinstance(layer, Linear | Head) and _is_halves(layer.packed) for layer in module.modules())
     with torch.inference_mode():
         for name, value in values.items():
             parameters[name].copy_(value)
@@ -128,4 +133,8 @@ def refill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
                 layer.packed = None
             elif isinstance(layer, Block):
                 layer._native = None
-        pack_weights(module)
+        pack_weights(module, halves=halves)
+
+
+def _is_halves(form: Form | None) -> bool:
+    return isinstance(form, Packed) and form.kind == BFLOAT16
