@@ -59,6 +59,15 @@ class School:
         return self.trainer(rows).lesson(rows, torch.arange(len(rows)))
 
 
+def learnt(trainer: Trainer, count: int) -> list[float]:
+    """The losses of so many steps."""
+    losses = []
+    for number in range(count):
+        trainer.step(number / count)
+        losses.append(trainer.record.read()["loss"])
+    return losses
+
+
 def written(target: Path, count: int, length: int) -> list[list[int]]:
     """Texts of the target's own."""
     prompts = [[(11 * n + 7 * place) % 251 for place in range(PROMPT_LEN)] for n in range(count)]

@@ -20,10 +20,7 @@ def test_every_family(family: str, target_path: Callable[..., Path], tmp_path: P
         school = lessons.open_school(form, target, tmp_path / form, texts)
         with school.llm:
             trainer = school.trainer(lessons.rows_apart(texts))
-            losses = []
-            for number in range(6):
-                trainer.step(number / 6)
-                losses.append(trainer.record.read()["loss"])
+            losses = lessons.learnt(trainer, 6)
             assert losses[-1] < losses[0], form
             fresh = read_fresh(school.path)
             tensors = exported(school.drafter, trainer.optimizer.average, fresh)

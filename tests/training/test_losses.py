@@ -61,10 +61,7 @@ def test_heads_with_latent_attention(
     school = lessons.school_of(target_path("llama"), head, texts)
     with school.llm:
         trainer = school.trainer(lessons.rows_apart(texts))
-        losses = []
-        for number in range(12):
-            trainer.step(number / 12)
-            losses.append(trainer.record.read()["loss"])
+        losses = lessons.learnt(trainer, 12)
         assert losses[-1] < 0.9 * losses[0]
         fresh = read_fresh(head)
         write_drafter(tmp_path / "learnt", fresh.config, exported(school.drafter, trainer.optimizer.average, fresh))

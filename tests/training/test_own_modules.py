@@ -70,10 +70,7 @@ def test_what_has_not_learnt_is_written_as_it_was_read(school: lessons.School) -
 
 def test_they_learn_and_are_written_in_the_targets_names(school: lessons.School, tmp_path: Path) -> None:
     trainer = school.trainer(lessons.rows_apart(school.texts))
-    losses = []
-    for number in range(12):
-        trainer.step(number / 12)
-        losses.append(trainer.record.read()["loss"])
+    losses = lessons.learnt(trainer, 12)
     assert losses[-1] < 0.9 * losses[0]
     fresh = read_fresh(school.path)
     write_drafter(tmp_path / "learnt", fresh.config, exported(school.drafter, trainer.optimizer.average, fresh))
