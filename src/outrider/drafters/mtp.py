@@ -20,6 +20,7 @@ from outrider.drafters.mtp_added import added_modules, are_added, fresh_modules
 from outrider.kernels.sampling import choose
 from outrider.layers.attention import SelfAttention
 from outrider.layers.embedding import embed_rows
+from outrider.layers.linear import deferred
 from outrider.layers.mtp import MtpModule
 from outrider.models.base import Mtp, Target
 from outrider.types import NULL_PAGE, Batch, Checkpoint, Draft, Hidden, Resolved, Step, Verdict, Weight
@@ -224,7 +225,8 @@ class MultiTokenPrediction(Drafter):
         if target.mtp is None:
             return None
         settings = SpeculativeConfig(method="mtp", num_speculative_tokens=plan.depth)
-        modules = cls(target.mtp, target, settings)
+        with deferred():  # only asked for names
+            modules = cls(target.mtp, target, settings)
         names = {target.canonical(name): name for name in checkpoint.names()}
         own = {canonical: name for canonical, name in names.items() if not modules.ignores(canonical)}
         config = {

@@ -14,6 +14,7 @@ from outrider.checkpoints.checkpoint import INDEX_NAME, SafetensorsCheckpoint, o
 from outrider.checkpoints.quantised import QuantisedCheckpoint
 from outrider.config import SpeculativeConfig
 from outrider.drafters.base import drafters
+from outrider.layers.linear import deferred
 from outrider.tokenizer import read_json_object
 from outrider.training.run import outline_of
 from outrider.types import Checkpoint
@@ -54,7 +55,8 @@ class _Plan:
     def of(cls, target: Checkpoint, trained: Checkpoint) -> _Plan:
         outline = outline_of(target)
         drafter = SpeculativeConfig(method="mtp", model=str(trained.path))
-        drafters["mtp"].build(drafter, outline, trained)  # refuses what does not belong to this target
+        with deferred():  # refuses what does not belong to this target
+            drafters["mtp"].build(drafter, outline, trained)
         names = {outline.canonical(name): name for name in target.names()}
         missing = sorted(set(trained.names()) - set(names))
         if missing:
