@@ -95,6 +95,7 @@ class RecordedLoss:
             gradients = [parameter.grad for parameter in self._parameters]
         except RuntimeError as error:
             self.refused = str(error).splitlines()[0]
+            _end_recording_of_random_numbers(device)
             warnings.warn(
                 f"a step of this drafter cannot be recorded as a CUDA graph ({self.refused}): training goes on, slower",
                 stacklevel=2,
@@ -115,6 +116,13 @@ class RecordedLoss:
     def _forget(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+
+def _end_recording_of_random_numbers(device: torch.device) -> None:
+    """A recording that is broken off leaves torch's generator in the belief that it goes on: whoever draws from it next
+    would fail. Its state is taken over without that."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    generator.graphsafe_set_state(generator.clone_state().graphsafe_get_state())
 
 
 def _tensors(lesson: Lesson) -> list[Tensor]:
