@@ -23,6 +23,7 @@ from outrider.doctor.readings import compare, differing_rotaries, rope_settings,
 from outrider.doctor.rounding import rounded, rounded_weights
 from outrider.engine.policy import FixedDepth
 from outrider.kernels.quantised import Kind
+from outrider.layers.packing import numbers
 from outrider.llm import LLM, total_speculation
 from outrider.pair import DEFAULT_DIRECTORY
 from outrider.sampling_params import SamplingParams
@@ -300,12 +301,12 @@ def _fail(done: int, most: int) -> None:
 def test_rounding_leaves_no_trace(pair: LLM) -> None:
     drafter = pair.drafter
     assert drafter is not None
-    before = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
+    before = {name: each.clone() for name, each in numbers(drafter)}
     with rounded(drafter, Kind.INT4):
-        changed = {name for name, parameter in drafter.named_parameters() if not parameter.equal(before[name])}
+        changed = {name for name, each in numbers(drafter) if not each.equal(before[name])}
         assert changed == set(rounded_weights(drafter, Kind.INT4))
         assert not any("norm" in name or "embed" in name for name in changed)
-    assert all(parameter.equal(before[name]) for name, parameter in drafter.named_parameters())
+    assert all(each.equal(before[name]) for name, each in numbers(drafter))
 
 
 def test_drafts_are_compared_place_by_place() -> None:

@@ -14,6 +14,7 @@ import torch
 from outrider.checkpoints.checkpoint import load_tokenizer, open_checkpoint
 from outrider.checkpoints.gguf import GgufCheckpoint
 from outrider.checkpoints.loader import (
+    Forms,
     KeptBlocks,
     Progress,
     build_drafter,
@@ -22,6 +23,7 @@ from outrider.checkpoints.loader import (
     can_keep_blocks,
     keeps_few_bits,
     load_weights,
+    stored_bytes,
     weights_in_target,
 )
 from outrider.config import EngineConfig, SpeculativeConfig
@@ -31,7 +33,7 @@ from outrider.engine.cache import NUM_MISSABLE
 from outrider.engine.cache_dtype import choose_pages, take_scales
 from outrider.engine.drafting import Drafting
 from outrider.engine.engine import Engine
-from outrider.engine.memory import Budget, Demand, parameter_bytes, plan_memory
+from outrider.engine.memory import Budget, Demand, plan_memory
 from outrider.engine.stages import AbsentDrafter, split_layers
 from outrider.engine.team import Team, device_for
 from outrider.engine.workers import Workers, return_workers, take_workers
@@ -42,7 +44,7 @@ from outrider.layers.exact import make_exact
 from outrider.layers.linear import deferred
 from outrider.layers.moe import route_in_one_launch
 from outrider.layers.norm import norm_on_the_way
-from outrider.layers.packing import gains_from_packing, held_bytes, pack_weights, share_blocks
+from outrider.layers.packing import Packing, gains_from_packing, held_bytes, packing_of, share_blocks
 from outrider.layers.split import split_over
 from outrider.models.base import Target
 from outrider.preflight import refuse_drafter
@@ -175,9 +177,9 @@ def open_pair(
             loaded.append((drafter, drafter_checkpoint))
         choose_pages(config, target, drafter)
         bounded, demand = _bounded(config, target), demand_of(target, drafter)
-        if not keeps:
-            budget = plan_memory(bounded, demand, _weight_bytes(loaded, config))
         with startup.timed("weights"):
+            if not keeps:
+                budget = plan_memory(bounded, demand, _weight_bytes(loaded, config))
             _load(loaded, progress, kinds, config)
             for module, source in loaded:
                 take_scales(module, source)
@@ -278,15 +280,18 @@ def _load(
     """Weights, in the forms that they are computed with. `kinds`: what matrices of each checkpoint are rounded to."""
     kept: KeptBlocks = {}
     for module, source in loaded:
-        keeps = can_keep_blocks(module, source, small_too=config.cpu_activations == "int8")
-        load_weights(module, source, progress, kept if keeps else None, kinds[source], tiled=_is_tiled(config))
+        as_stored = can_keep_blocks(module, source, small_too=config.cpu_activations == "int8")
+        forms = Forms(kept, as_stored, _is_tiled(config), kinds[source], _packing(module))
+        load_weights(module, source, progress, forms)
     for module, _ in loaded:
         share_blocks(module, kept)
         if isinstance(module, Drafter):
             module.check()
+
+
+def _packing(module: Target | Drafter) -> Packing | None:
     with torch.inference_mode():
-        for module, _ in loaded:
-            pack_weights(module, halves=isinstance(module, Drafter))
+        return packing_of(module, halves=isinstance(module, Drafter))
 
 
 def _is_tiled(config: EngineConfig) -> bool:
@@ -309,20 +314,20 @@ def _check_dtype(config: EngineConfig, target: Target, dtype: torch.dtype) -> No
         name = str(dtype).removeprefix("torch.")
         raise ValueError(
             f"{name} on a CPU would widen every weight for every token: leave dtype out (auto is float32, and weights "
-            "that were stored in bfloat16 are still read in 16 bits)"
+            "that were stored in 16 bits stay so in memory)"
         )
 
 
 def _weight_bytes(loaded: Sequence[tuple[Target | Drafter, Checkpoint]], config: EngineConfig) -> int:
     """What the weights will take, at most."""
-    total, modules = 0, []
+    total = 0
     for module, source in loaded:
         small_too = config.cpu_activations == "int8"
         if isinstance(source, GgufCheckpoint) and can_keep_blocks(module, source, small_too=small_too):
             total += source.held_bytes(tiled=_is_tiled(config))
         else:
-            modules.append(module)
-    return total + parameter_bytes(*modules)
+            total += stored_bytes(module, source, _packing(module))
+    return total
 
 
 def _use_threads(config: EngineConfig) -> None:

@@ -149,7 +149,7 @@ def test_linear_layers_take_blocks_as_they_are(type_name: str) -> None:
             rest = native.linear(x, empty[first:], None, packed.rows_from(first))
             assert torch.equal(rest, native.linear(x, weight[first:]))
         ids = torch.tensor([[3, 0], [36, 3]])
-        assert torch.equal(native.unpack_rows(pack_blocks(parts[:1]), ids), floats[0][ids])
+        assert torch.equal(native.look_up(floats[0], pack_blocks(parts[:1]), ids), floats[0][ids])
 
 
 @pytest.mark.parametrize("type_name", ["F32", "F16", "Q8_0", "Q4_K"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.kernels import native
-from outrider.kernels.native_tiles import empty_tiles, untile_rows, write_tiles
+from outrider.kernels.native_tiles import empty_tiles, write_tiles
 from outrider.kernels.packed import TILE_ROWS, Blocks, Packed, pack_tiles
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
@@ -60,7 +60,7 @@ def test_what_the_dequantised_matrix_says_of_the_rounded_input(
     most = near.abs() @ floats.double().abs().T + 1e-9
     assert ((found - near @ floats.double().T).abs() / most).max() < 2e-6
     chosen = torch.randint(0, num_rows, (5,), generator=generator)
-    assert torch.equal(untile_rows(packed, chosen), floats[chosen]), "rows come back as they were"
+    assert torch.equal(native.look_up(floats, packed, chosen), floats[chosen]), "rows come back as they were"
 
 
 @pytest.mark.parametrize("first", [0, 3, 16, 40, 41, 60])
@@ -75,7 +75,7 @@ def test_parts_of_several_types_and_rows_left_out(first: int) -> None:
     assert torch.allclose(whole.double(), expected, atol=1e-4)
     left = tiled(*parts).rows_from(first)
     assert torch.equal(dots(x, left, 92 - first, bias[first:].clone()), whole[:, first:])
-    assert torch.equal(untile_rows(left, torch.arange(92 - first)), floats[first:])
+    assert torch.equal(native.look_up(floats[first:], left, torch.arange(92 - first)), floats[first:])
 
 
 def test_heads_in_pairs_come_to_lie_in_halves() -> None:
@@ -83,7 +83,7 @@ def test_heads_in_pairs_come_to_lie_in_halves() -> None:
     tiles = empty_tiles(3, 48, 64)
     write_tiles(tiles, blocks, num_heads=3)
     expected = floats_of(blocks).view(3, 8, 2, 64).transpose(1, 2).reshape(48, 64)
-    assert torch.equal(untile_rows(pack_tiles([tiles]), torch.arange(48)), expected)
+    assert torch.equal(native.dense(expected, pack_tiles([tiles])), expected)
 
 
 def test_extremes_do_not_overflow() -> None:

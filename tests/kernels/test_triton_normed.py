@@ -90,7 +90,7 @@ def test_experts(kind: Kind | None, dtype: torch.dtype) -> None:
     x = rows_of(4, 160, dtype)
     ids = torch.tensor([[0, 3], [3, 1], [4, 0], [2, 3]], dtype=torch.int32, device=DEVICE)
     shares = torch.rand(4, 2, generator=generator).to(DEVICE)
-    dense = weights.dense(torch.float32)
+    dense = weights.widened(torch.float32)
     wanted = experts_reference(
         dense_rows(x), ids, shares, ExpertWeights(dense.up.float(), dense.down.float()), silu_mul  # type: ignore[union-attr]
     )  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider import LLM, SamplingParams
+from outrider.layers.packing import numbers
 from outrider.pair import DEFAULT_DIRECTORY
 from outrider.training.checkpoint import read_fresh, write_drafter
 from outrider.training.online import CURRENT, OnlineLearner, OnlineOptions
@@ -80,7 +81,8 @@ def test_it_learns_is_swapped_in_and_taken_back(llm: LLM, tmp_path: Path) -> Non
 
 def test_what_is_no_better_is_not_swapped_in(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = listening(llm, tmp_path / "versions")
-    served = {name: value.clone() for name, value in llm.drafter.named_parameters()}  # type: ignore[union-attr]
+    assert llm.drafter is not None
+    served = {name: value.clone() for name, value in numbers(llm.drafter)}
     ask(llm, learn=True)
     monkeypatch.setattr(learner, "expected_length", lambda values: 2.0)
     while learner.work():
@@ -88,7 +90,7 @@ def test_what_is_no_better_is_not_swapped_in(llm: LLM, tmp_path: Path, monkeypat
     assert learner.judgements
     assert not any(judgement.swapped for judgement in learner.judgements)
     assert learner.version == 0
-    assert all(torch.equal(value, served[name]) for name, value in llm.drafter.named_parameters())  # type: ignore[union-attr]
+    assert all(torch.equal(value, served[name]) for name, value in numbers(llm.drafter))
 
 
 def test_nothing_to_learn_with(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from outrider.types import Checkpoint
 INDEX_NAME = "model.safetensors.index.json"
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 HUB_EXCLUDED = ["*/*.safetensors", "*/*.json", "*/*.txt"]  # other models in subfolders: adapters, onnx, originals
+NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
@@ -65,6 +66,10 @@ class SafetensorsCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """What a tensor's numbers are stored as, where they have 16 bits."""
+        return NARROW.get(self._file_of(name).get_slice(name).get_dtype())
 
     def tensor(self, name: str) -> torch.Tensor:
         return self._file_of(name).get_tensor(name)

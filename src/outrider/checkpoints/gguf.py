@@ -22,7 +22,7 @@ from outrider.checkpoints.gguf_weights import (
     read_tiles,
 )
 from outrider.host_memory import Arena
-from outrider.kernels.packed import TILE_ROWS, Blocks, Tiles
+from outrider.kernels.packed import PART_BYTES, TILE_ROWS, Blocks, Tiles
 
 
 class GgufCheckpoint:
@@ -86,16 +86,16 @@ class GgufCheckpoint:
         return read_tiles(self._memory, self._entry(name), self._checked_rope_heads(name), self._arena)
 
     def held_bytes(self, *, tiled: bool) -> int:
-        """What the tensors take in memory where quantised matrices stay as they are, or are tiled. Others are float32,
-        and may be packed as well, in half their size at most."""
+        """What the tensors take in memory where quantised matrices stay as they are, or are tiled. Others are
+        float32 at most."""
         return sum(self._held(name, entry, tiled) for name, entry in self._entries.items())
 
     def _held(self, name: str, entry: TensorEntry, tiled: bool) -> int:
         if not self.in_blocks(name):
-            return math.prod(entry.shape) * 6
+            return math.prod(entry.shape) * 4
         num_rows, row_len = entry.shape
         in_tiles = -(-num_rows // TILE_ROWS) * Tiles.tile_bytes(entry.type_number, row_len)
-        return in_tiles if tiled else entry.num_bytes
+        return (in_tiles if tiled else entry.num_bytes) + PART_BYTES
 
     def close(self) -> None:
         self._memory.close()

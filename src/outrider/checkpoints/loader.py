@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 import outrider.drafters
 import outrider.models  # noqa: F401  (registers the targets)
+from outrider.checkpoints.checkpoint import SafetensorsCheckpoint
 from outrider.checkpoints.finite import FiniteCheck, check_kind
 from outrider.checkpoints.gguf import GgufCheckpoint
 from outrider.checkpoints.gguf_levels import quantised_of
@@ -21,11 +22,11 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, drafters, recognised
 from outrider.host_memory import use_large_pages
 from outrider.kernels.dispatch import use_native, use_triton
-from outrider.kernels.packed import Packed, pack_blocks, pack_tiles
+from outrider.kernels.packed import HALVES, Packed, pack_blocks, pack_tiles
 from outrider.kernels.quantised import Kind, Quantised, joined, quantise
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import give_memory, take_memory
-from outrider.layers.packing import gains_from_packing, mixtures, packable
+from outrider.layers.packing import Packing, gains_from_packing, mixtures, packable
 from outrider.layers.split import cut_of, whole_shape
 from outrider.models.base import Target, targets
 from outrider.threads import threads
@@ -86,19 +87,24 @@ def _recognised(checkpoint: Checkpoint | None) -> str:
 KeptBlocks = dict[nn.Parameter, Packed | Quantised]  # weights that stay in few bits, instead of floats
 
 
+@dataclass(frozen=True)
+class Forms:
+    """In which forms matrices may be kept, instead of as numbers of the model's own precision, whose memory they then
+    do without."""
+
+    kept: KeptBlocks = field(default_factory=dict)  # those that were
+    as_stored: bool = False  # quantised ones that can be used as they are
+    tiled: bool = False  # laid out for dot products in whole numbers, where they are a GGUF file's
+    kind: Kind | None = None  # others are rounded to numbers of this kind
+    packing: Packing | None = None  # others are packed, where nothing is lost by it
+
+
 def load_weights(
-    module: Target | Drafter,
-    checkpoint: Checkpoint,
-    progress: Progress | None = None,
-    kept: KeptBlocks | None = None,
-    kind: Kind | None = None,
-    *,
-    tiled: bool = False,
+    module: Target | Drafter, checkpoint: Checkpoint, progress: Progress | None = None, forms: Forms | None = None
 ) -> None:
     """Fills every parameter. A missing, surplus or misshapen tensor is an error that names it, and so is one that holds
-    what no weight can be. Where `kept` is given, quantised matrices that can be used as they are come there, and their
-    parameters stay without memory; so do others, rounded to numbers of this kind, where one is given. `tiled`:
-    those of a GGUF file are laid out for dot products in whole numbers."""
+    what no weight can be."""
+    forms = forms or Forms()
     weights = module.weights()
     parameters = dict(module.named_parameters())
     is_part = isinstance(module, Target) and module.is_part  # of its layers
@@ -121,22 +127,26 @@ def load_weights(
         keepable -= {layer.weight for layer in packable(module) if isinstance(layer, Embedding)}
     # a part of a matrix is read from floats: blocks may reach across its borders
     blocks = {parameter for parameter in keepable if cut_of(parameter) is None}
-    multiplied = {layer.weight for layer in packable(module) if not isinstance(layer, Embedding)} if tiled else set()
+    multiplied = {layer.weight for layer in packable(module) if not isinstance(layer, Embedding)}
     check = FiniteCheck(checkpoint)
     weights = {name: weight for name, weight in weights.items() if name in parameters}
     for done, (name, weight) in enumerate(weights.items()):
         stored = replace(weight, names=tuple(actual[source] for source in weight.names))
         parameter = parameters[name]
         form = None
-        if kept is not None and parameter in blocks:
-            form = _as_stored(parameter, checkpoint, name, stored, tiled=parameter in multiplied)
-        if kept is not None and _keep(parameter, form, kept):
-            check.note_kept(kept[parameter], stored.names)
+        if forms.as_stored and parameter in blocks:
+            tiled = forms.tiled and parameter in multiplied
+            form = _as_stored(parameter, checkpoint, name, stored, tiled=tiled)
+        if _keep(parameter, form, forms):
+            check.note_kept(forms.kept[parameter], stored.names)
         else:
-            _fill(parameter, checkpoint, name, stored)
+            dtype = parameter.dtype
+            _fill(parameter, checkpoint, name, stored, _narrow_dtype(parameter, checkpoint, stored, forms))
             check.note(parameter, stored.names)
-            if kind is not None and kept is not None and parameter in keepable:
-                _keep(parameter, quantise(parameter.detach(), kind), kept)
+            if forms.packing is not None:
+                _keep(parameter, forms.packing.packed(parameter), forms, dtype)
+            elif forms.kind is not None and forms.as_stored and parameter in keepable:
+                _keep(parameter, quantise(parameter.detach(), forms.kind), forms)
         threads.adjust()
         if progress is not None:
             progress(str(checkpoint.path), done + 1, len(weights))
@@ -206,17 +216,50 @@ def _combined_as_stored(parameter: nn.Parameter, checkpoint: Checkpoint, weight:
     return found
 
 
-def _keep(parameter: nn.Parameter, form: Packed | Quantised | None, kept: KeptBlocks) -> bool:
-    """Keeps a matrix in its packed form instead of the parameter's own memory."""
+def _keep(
+    parameter: nn.Parameter, form: Packed | Quantised | None, forms: Forms, dtype: torch.dtype | None = None
+) -> bool:
+    """Keeps a matrix in another form instead of the parameter's own memory."""
     if form is None:
         return False
-    kept[parameter] = form
-    take_memory(parameter)
+    forms.kept[parameter] = form
+    take_memory(parameter, dtype)
     return True
 
 
-def _fill(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight) -> None:
-    give_memory(parameter)
+def stored_bytes(module: Target | Drafter, checkpoint: Checkpoint, packing: Packing | None) -> int:
+    """What the weights will take, at most, of those that are read by themselves."""
+    parameters, forms, total = dict(module.named_parameters()), Forms(packing=packing), 0
+    names = {module.canonical(name): name for name in checkpoint.names()}
+    for name, weight in module.weights().items():
+        if name in parameters:
+            dtype = parameters[name].dtype
+            if all(source in names for source in weight.names):  # others are complained about as they are read
+                stored = replace(weight, names=tuple(names[source] for source in weight.names))
+                dtype = _narrow_dtype(parameters[name], checkpoint, stored, forms) or dtype
+            total += parameters[name].numel() * dtype.itemsize
+    return total
+
+
+def _narrow_dtype(parameter: nn.Parameter, checkpoint: Checkpoint, weight: Weight, forms: Forms) -> torch.dtype | None:
+    """Of a matrix that is packed: what all its tensors are stored as, if that has 16 bits and can be kept."""
+    if forms.packing is None or parameter not in forms.packing.parameters:
+        return None
+    if not isinstance(checkpoint, SafetensorsCheckpoint):
+        return None
+    dtypes = {checkpoint.dtype(name) for name in weight.names}
+    (dtype,) = dtypes if len(dtypes) == 1 else (None,)
+    return dtype if dtype in HALVES else None
+
+
+def _fill(
+    parameter: nn.Parameter, checkpoint: Checkpoint, name: str, weight: Weight, dtype: torch.dtype | None
+) -> None:
+    """`dtype`: of the memory that the parameter gets, None: its own."""
+    if dtype is None:
+        give_memory(parameter)
+    else:
+        parameter.data = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
     use_large_pages(parameter)
     cut = cut_of(parameter)
 

@@ -14,6 +14,7 @@ from outrider.checkpoints.checkpoint import load_tokenizer, open_checkpoint
 from outrider.doctor.diagnosis import FAULT, GOOD, NOTE, ContextBucket, Finding
 from outrider.doctor.readings import differing_rotaries, rope_settings
 from outrider.drafters.base import Drafter
+from outrider.layers.packing import numbers
 from outrider.models.base import Target
 from outrider.tokenizer import Tokenizer
 
@@ -65,17 +66,19 @@ def text_findings(
 
 
 def _weights(drafter: Drafter) -> Iterator[Finding]:
-    parameters = dict(drafter.named_parameters())
-    if not parameters:
+    broken, empty, count = [], [], 0
+    for name, each in numbers(drafter):
+        count += each.numel()
+        if each.is_floating_point() and not torch.isfinite(each).all():
+            broken.append(name)
+        elif each.is_floating_point() and not each.any() and not name.endswith("bias"):
+            empty.append(name)
+    if not count:
         return
-    floats = {name: each for name, each in parameters.items() if each.is_floating_point()}
-    broken = [name for name, each in floats.items() if not torch.isfinite(each).all()]
-    empty = [name for name, each in floats.items() if not each.any() and not name.endswith("bias")]
     for names, what in ((broken, "holds numbers that are none (NaN or infinite)"), (empty, "is zero throughout")):
         if names:
             yield Finding(FAULT, "weights", f"{_some(names)} {what}: the file is damaged, or was never trained")
     if not broken and not empty:
-        count = sum(each.numel() for each in parameters.values())
         yield Finding(GOOD, "weights", f"{count / 1e6:.1f} M parameters, all of the expected shapes, all numbers")
 
 

@@ -11,35 +11,45 @@ from outrider.agreement import Agreement
 from outrider.doctor.diagnosis import Tried
 from outrider.doctor.readings import Measure, compare, mean_where_shared
 from outrider.drafters.base import Drafter
-from outrider.kernels.quantised import ROUNDED_TO, Kind, quantise
+from outrider.kernels.packed import HALVES
+from outrider.kernels.quantised import ROUNDED_TO, Kind, Quantised, quantise
 from outrider.layers.embedding import Embedding, Head
 from outrider.layers.linear import Linear
-from outrider.layers.packing import packable, refill
+from outrider.layers.packing import dense, packable, refill
 
 
 def rounded_weights(drafter: Drafter, kind: Kind) -> dict[str, Tensor]:
     """Those of its own parameters that `"quantization"` would round, as the numbers that they would stand for. Empty
     where it has few bits already, or no matrix that can be rounded."""
+    found = {}
+    for name, layer in _multiplied(drafter).items():
+        form = quantise(dense(layer).detach(), kind)
+        if form is not None:
+            found[name] = form.dense(layer.weight.dtype)
+    return found
+
+
+def _multiplied(drafter: Drafter) -> dict[str, Linear | Head]:
+    """By the names of their weights, where these are numbers of 16 bits or more."""
     layers = packable(drafter)
-    if any(layer.packed is not None and not layer.weight.numel() for layer in layers):
+    forms = [layer.packed for layer in layers if layer.packed is not None]
+    if any(isinstance(form, Quantised) or form.kind not in HALVES.values() for form in forms):
         return {}
     looked_up = {layer.weight for layer in layers if isinstance(layer, Embedding)}
-    multiplied = {layer.weight for layer in layers if isinstance(layer, Linear | Head)} - looked_up
-    found = {}
-    for name, parameter in drafter.named_parameters():
-        if parameter in multiplied:
-            form = quantise(parameter.detach(), kind)
-            if form is not None:
-                found[name] = form.dense(parameter.dtype)
-    return found
+    found = {layer.weight: layer for layer in layers if isinstance(layer, Linear | Head)}
+    return {
+        name: found[parameter]
+        for name, parameter in drafter.named_parameters()
+        if parameter in found and parameter not in looked_up
+    }
 
 
 @contextmanager
 def rounded(drafter: Drafter, kind: Kind) -> Iterator[None]:
     """For a while the drafter has so many bits."""
     weights = rounded_weights(drafter, kind)
-    parameters = dict(drafter.named_parameters())
-    before = {name: parameters[name].detach().clone() for name in weights}
+    layers = _multiplied(drafter)
+    before = {name: dense(layers[name]).detach().clone() for name in weights}
     refill(drafter, weights)
     try:
         yield

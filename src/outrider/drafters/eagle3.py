@@ -148,7 +148,7 @@ class Eagle3(FeedbackDrafter):
         block, head = network.first.block, network.head or self._target[0].head
         if len(network.rest) or not isinstance(block, DecoderBlock) or not block.has_native():
             return None
-        if embed.packed is not None or embed.ranks is not None or embed.scale != 1.0 or head.columns is not None:
+        if embed.ranks is not None or embed.scale != 1.0 or head.columns is not None:
             return None
         if embed.weight.shape[1] != config.hidden_size or head.softcap or config.logit_scale <= 0:
             return None
@@ -159,7 +159,7 @@ class Eagle3(FeedbackDrafter):
         if known is None or known.block is not block._native:
             assert not isinstance(head.packed, Quantised), "that is for GPUs"
             parts = ChainParts(
-                embedding=embed.weight.detach(),
+                embedding=(embed.weight.detach(), embed.packed),
                 embedding_norm=block.attention_norm.weight.detach(),
                 state_norm=network.first.hidden_norm.weight.detach(),
                 final_norm=network.norm.weight.detach(),

@@ -242,9 +242,9 @@ def draft_natively(
 
 def unless_same(own: Embedding | None, shared: Embedding) -> Embedding | None:
     """Many checkpoints carry the target's embedding once more; then it need not stay in memory twice."""
-    if own is None or own.weight.shape != shared.weight.shape or own.scale != shared.scale:
+    if own is None or own.scale != shared.scale:
         return own
-    return None if bool((own.weight == shared.weight).all()) else own
+    return None if own.holds_the_same_as(shared) else own
 
 
 def twin(module: Module) -> Module:

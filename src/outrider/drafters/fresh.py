@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.lesson import dense
 from outrider.kernels.activation import silu_mul
 from outrider.layers.attention import AttentionShape, SelfAttention
 from outrider.layers.block import DecoderBlock
 from outrider.layers.mlp import GatedMLP
 from outrider.layers.norm import RMSNorm
+from outrider.layers.packing import dense
 from outrider.models.base import Target, nested_text, require
 
 

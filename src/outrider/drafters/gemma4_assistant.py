@@ -143,6 +143,8 @@ def _check(config: AssistantConfig, target: Target) -> None:
 class CentroidHead(Head):
     """Looks only at the tokens of the centroids that are nearest; all others are out of the question."""
 
+    is_multiplied = False
+
     def __init__(self, vocab_size: int, hidden_size: int, num_centroids: int, num_chosen: int) -> None:
         super().__init__(vocab_size, hidden_size, is_split=False)
         self.centroids = Linear(hidden_size, num_centroids)

@@ -13,12 +13,8 @@ from torch import Tensor
 
 from outrider.kernels.branches import KeysAndValues, branch_attention, trunk_attention
 from outrider.kernels.head_loss import Divergence, HeadLoss, HeadMatrix, head_loss
-from outrider.kernels.native import dequantise
-from outrider.kernels.packed import Blocks
-from outrider.kernels.quantised import Quantised
 from outrider.kernels.sampling import uniform
 from outrider.layers.embedding import Head
-from outrider.layers.linear import Linear
 from outrider.models.base import Target
 from outrider.types import Batch
 
@@ -126,23 +122,6 @@ def compare(lesson: Lesson, target: Target, taught: Teaching, hidden: Tensor, st
     with torch.no_grad():
         normed = target.norm(states)
     return head_loss(hidden, taught.head, normed, taught.teacher, lesson.divergence)
-
-
-def dense(layer: Linear | Head) -> Tensor:
-    """A layer's weight as numbers, in whatever form it is kept."""
-    if isinstance(layer.packed, Quantised):
-        return layer.packed.dense(torch.float32)
-    if layer.packed is not None and layer.packed.parts:  # as a file has them, one below the other
-        return torch.cat([_floats(part) for part in layer.packed.parts])
-    return layer.weight
-
-
-def _floats(blocks: object) -> Tensor:
-    if not isinstance(blocks, Blocks):
-        raise ValueError("a target that is laid out for dot products in whole numbers cannot be trained for")
-    out = torch.empty(len(blocks.data), blocks.row_len)
-    dequantise(blocks, out)
-    return out
 
 
 @dataclass(frozen=True)

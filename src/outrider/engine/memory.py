@@ -117,11 +117,9 @@ class Demand:
 
 
 def parameter_bytes(*modules: nn.Module | None) -> int:
-    """What the weights take. In float32 on a CPU they may be packed as well, in half their size at most."""
+    """What the weights take as they are."""
     parameters = {p for module in modules if module is not None for p in module.parameters()}
-    total = sum(p.numel() * p.element_size() for p in parameters)
-    packed = sum(p.numel() * 2 for p in parameters if p.dtype is torch.float32 and p.is_cpu and p.dim() == 2)
-    return total + packed
+    return sum(p.numel() * p.element_size() for p in parameters)
 
 
 def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int, drafter_bytes: int = 0) -> Budget:

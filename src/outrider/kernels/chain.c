@@ -3,8 +3,8 @@
  * here: these are the kernels of native.c one after the other, with the same bits. Included by native.c. */
 
 typedef struct {
-    const float *embedding, *embedding_norm, *state_norm, *final_norm;
-    matrix head;
+    const float *embedding_norm, *state_norm, *final_norm;
+    matrix embedding, head;
     const int64_t *ids; /* the target's ids of the head's tokens; NULL: the same */
     const float *state; /* [B, H] fed back by the row before */
     int64_t *tokens; /* [depth, B] of which the first are known */
@@ -43,7 +43,8 @@ EXPORT void outrider_chain(const chain_call *chain) {
         for (long row = 0; row < rows; row++) {
             float *input = inputs + row * width;
             norm.weight = chain->embedding_norm;
-            norm_row(&norm, chain->embedding + before[row] * hidden, NULL, NULL, input);
+            look_up_row(&chain->embedding, hidden, before[row], input);
+            norm_row(&norm, input, NULL, NULL, input);
             norm.weight = chain->state_norm;
             norm_row(&norm, state + row * hidden, NULL, NULL, input + hidden);
             const float *kept = chain->residual_is_normed ? input + hidden : state + row * hidden;

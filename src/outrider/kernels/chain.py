@@ -15,14 +15,14 @@ from outrider.kernels.native_sampling import NO_DRAW, Drawing
 from outrider.kernels.packed import Packed
 from outrider.types import Batch
 
-_CHAIN = struct.Struct("@4q 4q 4q 5q d 11q 6q 10q 3q 2d")  # chain_call of chain.c
+_CHAIN = struct.Struct("@3q 4q 4q 4q 5q d 11q 6q 10q 3q 2d")  # chain_call of chain.c
 
 
 @dataclass(frozen=True)
 class ChainParts:
     """What a head of one layer is made of."""
 
-    embedding: Tensor  # [V, H]
+    embedding: tuple[Tensor, Packed | None]  # [V, H]
     embedding_norm: Tensor
     state_norm: Tensor
     final_norm: Tensor
@@ -50,10 +50,11 @@ class NativeChain:
         state = state.contiguous()
         scratch = state.new_empty(rows * (block.input_size + 3 * hidden + num_outputs))
         block_scratch = state.new_empty(rows * block.scratch_width)
-        floats = (parts.embedding, parts.embedding_norm, parts.state_norm, parts.final_norm)
+        norms = (parts.embedding_norm, parts.state_norm, parts.final_norm)
         places = (depth - 1) * rows
         work = _CHAIN.pack(
-            *map(native._address, floats),
+            *map(native._address, norms),
+            *native.matrix_fields(*parts.embedding),
             *native.matrix_fields(*parts.head),
             0 if parts.ids is None else native._address(parts.ids, torch.int64, num_outputs),
             native._address(state, size=rows * hidden),

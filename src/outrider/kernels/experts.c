@@ -5,12 +5,12 @@ typedef struct {
     const float *x; /* [num_rows, hidden] */
     const int64_t *ids; /* [num_rows, num_chosen] */
     const float *shares; /* like ids */
-    const float *up, *down; /* [num_experts, 2 * inner, hidden], [num_experts, hidden, inner] */
     const float *up_bias, *down_bias; /* of every expert, or NULL */
     float *out, *answers; /* like x; [num_rows, num_chosen, hidden] */
     float *scratch; /* num_rows * (2 * hidden + 3 * inner) */
     int64_t *order; /* num_rows * num_chosen + num_experts + 1 */
     long num_rows, num_chosen, num_experts, hidden, inner, gelu, num_threads;
+    matrix up, down; /* [num_experts * 2 * inner, hidden], [num_experts * hidden, inner] */
 } experts_work;
 
 /* Which choices are of each expert: those of expert e are order[starts[e]] to order[starts[e + 1]]. */
@@ -29,7 +29,7 @@ static void ask_expert(const experts_work *work, long expert, const int64_t *cho
     float *rows = work->scratch, *wide = rows + count * hidden, *narrow = wide + count * width, *answers = narrow + count * inner;
     for (long i = 0; i < count; i++)
         memcpy(rows + i * hidden, work->x + choices[i] / work->num_chosen * hidden, (size_t)hidden * sizeof *rows);
-    matrix up = {.weight = work->up + expert * width * hidden}, down = {.weight = work->down + expert * hidden * inner};
+    matrix up = from_row(work->up, hidden, expert * width), down = from_row(work->down, inner, expert * hidden);
     const float *up_bias = work->up_bias ? work->up_bias + expert * width : NULL;
     const float *down_bias = work->down_bias ? work->down_bias + expert * hidden : NULL;
     linear_work first = {rows, up_bias, wide, count, width, hidden, work->num_threads, up};

@@ -15,7 +15,7 @@ typedef struct {
 typedef struct {
     const linear_work *work;
     const float *weights; /* of its first column, from k on; the next column is `stride` further */
-    const uint16_t *halves; /* instead of them, where they are bfloat16 and widened as they are loaded */
+    const uint16_t *halves; /* instead of them, where they have 16 bits and are widened as they are loaded */
     long stride, row, num_rows, column, num_columns, k, length;
     long ahead; /* distance of the weights that come next, to be fetched meanwhile */
 } linear_patch;
@@ -37,11 +37,10 @@ typedef struct {
     const uint16_t *halves;
 } weight_row;
 
+/* `halved`: 0, or which kind of 16 bits. */
 INLINE vector load_weights(weight_row w, int halved, long part) {
     if (!halved) return part ? load_part(w.floats, part) : load(w.floats);
-    uint16_t padded[LANES] = {0};
-    if (part) memcpy(padded, w.halves, (size_t)part * sizeof *padded);
-    return load_bfloat16(part ? padded : w.halves);
+    return part ? load_half_part(halved, w.halves, part) : load_half(halved, w.halves);
 }
 
 /* One step of LANES along k. The longer side streams through one register, the shorter one stays in several. */
@@ -142,7 +141,8 @@ INLINE void dot_rows(const linear_patch *patch, int halved) {
 }
 
 static void dot_patch(const linear_patch *patch) { dot_rows(patch, 0); }
-static void dot_halves(const linear_patch *patch) { dot_rows(patch, 1); }
+static void dot_bfloat16(const linear_patch *patch) { dot_rows(patch, BFLOAT16); }
+static void dot_float16(const linear_patch *patch) { dot_rows(patch, FLOAT16); }
 
 /* A patch of packed weights, a few columns at a time: unpacked, they stay in the first-level cache until all rows are
  * done with them. How many is a multiple of the columns of the tiles that will run; more rows repay a wider panel. */
@@ -180,10 +180,11 @@ static void linear_task(const linear_work *work, const linear_plan *plan, long t
         long length = smaller(plan->depth_block, work->depth - k);
         const float *weights = work->matrix.weight ? work->matrix.weight + column * work->depth + k : NULL;
         const uint16_t *halves = (const uint16_t *)work->matrix.packed + column * work->depth + k;
-        linear_patch patch = {work, weights, work->matrix.kind == BFLOAT16 ? halves : NULL, work->depth, row,
+        linear_patch patch = {work, weights, is_halved(work->matrix.kind) ? halves : NULL, work->depth, row,
                               row_end - row, column, num_columns, k, length, (next_column - column) * work->depth};
         if (work->matrix.kind == PLAIN) dot_patch(&patch);
-        else if (work->matrix.kind == BFLOAT16) dot_halves(&patch);
+        else if (work->matrix.kind == BFLOAT16) dot_bfloat16(&patch);
+        else if (work->matrix.kind == FLOAT16) dot_float16(&patch);
         else unpack_and_dot(patch);
     }
     for (; work->bias && row < row_end; row++) {

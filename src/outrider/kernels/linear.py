@@ -61,7 +61,7 @@ def linear(
     elif out is not None and bias is None and x.is_cuda:
         return torch.mm(x, weight.T, out=out)
     else:
-        y = linear_reference(x, weight, bias)
+        y = linear_reference(x, native.dense(weight, packed), bias)
     if residual is not None:
         is_free = overwrite and out is None and not torch.is_grad_enabled()
         y = residual.add_(y) if is_free else residual + y

@@ -11,19 +11,22 @@ from outrider.kernels.activation import Activation, gelu_tanh_mul, silu_mul
 from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.linear import linear
 from outrider.kernels.norm import Normed, materialised
+from outrider.kernels.packed import Packed, PackedStack
 from outrider.kernels.quantised import QuantisedStack
+
+Stack = Tensor | PackedStack | QuantisedStack
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    up: Tensor | QuantisedStack  # [E, I or 2 I, H]; gate and up one below the other where there is a gate
-    down: Tensor | QuantisedStack  # [E, H, I]
+    up: Stack  # [E, I or 2 I, H]; gate and up one below the other where there is a gate
+    down: Stack  # [E, H, I]
     up_bias: Tensor | None = None  # [E, I or 2 I]
     down_bias: Tensor | None = None  # [E, H]
 
-    def dense(self, dtype: torch.dtype) -> "ExpertWeights":
-        """What they stand for: as they are, or widened."""
-        up, down = (each if isinstance(each, Tensor) else each.dense(dtype) for each in (self.up, self.down))
+    def widened(self, dtype: torch.dtype) -> "ExpertWeights":
+        """What has few bits on a GPU, as the numbers that it stands for."""
+        up, down = (each.dense(dtype) if isinstance(each, QuantisedStack) else each for each in (self.up, self.down))
         return ExpertWeights(up, down, self.up_bias, self.down_bias)
 
     def fit(self, dtype: torch.dtype) -> bool:
@@ -33,24 +36,31 @@ class ExpertWeights:
 
 def experts_reference(x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
     """Expert after expert, each over the rows that chose it."""
-    weights = weights.dense(x.dtype)
-    assert isinstance(weights.up, Tensor)
-    assert isinstance(weights.down, Tensor)
+    weights = weights.widened(x.dtype)
     order = ids.flatten().argsort(stable=True)  # of all answers [T k], those of one expert side by side
-    counts = ids.flatten().bincount(minlength=len(weights.up)).tolist()
+    counts = ids.flatten().bincount(minlength=weights.up.shape[0]).tolist()
     parts = []
     for expert, rows in enumerate(x[order // ids.shape[1]].split(counts)):
         if len(rows):
             up_bias = None if weights.up_bias is None else weights.up_bias[expert]
             down_bias = None if weights.down_bias is None else weights.down_bias[expert]
-            inner = activation(linear(rows, weights.up[expert], up_bias))
-            parts.append(linear(inner, weights.down[expert], down_bias))
+            inner = activation(linear(rows, *_matrix(weights.up, expert, up_bias)))
+            parts.append(linear(inner, *_matrix(weights.down, expert, down_bias)))
     answers = torch.cat(parts)[order.argsort()].unflatten(0, ids.shape)  # [T, k, H]
     shares = shares.to(x.dtype)
     total = answers[:, 0] * shares[:, :1]
     for place in range(1, ids.shape[1]):
         total = total + answers[:, place] * shares[:, place, None]
     return total
+
+
+def _matrix(stack: Stack, expert: int, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Packed | None]:
+    """An expert's weight and bias, as linear() takes them."""
+    assert not isinstance(stack, QuantisedStack), "widened before"
+    if isinstance(stack, Tensor):
+        return stack[expert], bias, None
+    nothing = torch.full((1,), torch.nan).expand(stack.shape[1:])
+    return nothing, bias, stack[expert]
 
 
 def experts(
@@ -73,10 +83,10 @@ def experts(
             return few_experts.experts(x, ids, shares, weights, activation, residual)
         answer = moe.experts(materialised(x), ids, shares, weights, activation, exact=exact)
     elif isinstance(x, Tensor) and use_native(x) and activation in (silu_mul, gelu_tanh_mul):
-        dense = weights.dense(x.dtype)
-        assert isinstance(dense.up, Tensor)
-        assert isinstance(dense.down, Tensor)
-        matrices, biases = (dense.up, dense.down), (weights.up_bias, weights.down_bias)
+        wide = weights.widened(x.dtype)
+        assert not isinstance(wide.up, QuantisedStack)
+        assert not isinstance(wide.down, QuantisedStack)
+        matrices, biases = (wide.up, wide.down), (weights.up_bias, weights.down_bias)
         answer = native_experts.experts(x, ids, shares, matrices, biases, gelu=activation is gelu_tanh_mul)
     else:
         answer = experts_reference(materialised(x), ids, shares, weights, activation)

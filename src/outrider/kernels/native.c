@@ -55,6 +55,7 @@ enum {
 #include "dequantise.c"
 #include "unpack.c"
 #include "tiles.c"
+#include "look_up.c"
 #include "tile_dots.c"
 #include "linear.c"
 #include "tile_linear.c"

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.kernels.packed import BLOCKS, TILES, Blocks, Packed
+from outrider.kernels.packed import Blocks, Packed
 
 SOURCE = Path(__file__).with_name("native.c")
 SOURCES = sorted(SOURCE.parent.glob("*.c"))  # native.c includes the others
@@ -32,6 +32,7 @@ _ARGMAX = struct.Struct("@2q 3q")
 _ROPE = struct.Struct("@7q 7q 6q 6q")
 _ATTENTION = struct.Struct("@7q 6q 2d 6q 6q")
 _DEQUANTISE = struct.Struct("@2q 6q")
+_LOOK_UP = struct.Struct("@2q 3q 4q")
 _OPERATIONS = (
     "linear",
     "rms_norm",
@@ -47,7 +48,7 @@ _OPERATIONS = (
     "mamba",
     "dequantise",
     "tile",
-    "untile",
+    "look_up",
     "lay_out",
     "judge",
     "write_outcome",
@@ -184,13 +185,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed
 
 
 def matrix_fields(weight: Tensor, packed: Packed | None) -> tuple[int, int, int, int]:
-    """matrix of native.c: one weight, in one or two forms."""
+    """matrix of native.c: the weight, or its other form."""
     if packed is None:
         return _address(weight), 0, 0, 0
-    if packed.kind in (BLOCKS, TILES):  # there is no weight beside them
-        return 0, packed.data.data_ptr(), 0, packed.kind
-    scales = 0 if packed.scales is None else packed.scales.data_ptr()
-    return _address(weight), packed.data.data_ptr(), scales, packed.kind
+    return 0, packed.data.data_ptr(), 0 if packed.scales is None else packed.scales.data_ptr(), packed.kind
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -339,13 +337,19 @@ def dequantise(blocks: Blocks, out: Tensor, num_heads: int = 0) -> None:
     _native().dequantise(_DEQUANTISE.pack(*addresses, *sizes))
 
 
-def unpack_rows(packed: Packed, ids: Tensor) -> Tensor:
-    """Some rows of a matrix that lies in blocks of one type: ids [...] -> floats [..., K]."""
-    (part,) = packed.parts
-    chosen = Blocks(part.data[ids.flatten()], part.type_number, part.row_len)
-    out = torch.empty(len(chosen.data), part.row_len, dtype=torch.float32, device="cpu")
-    dequantise(chosen, out)
-    return out.view(*ids.shape, part.row_len)
+def look_up(weight: Tensor, packed: Packed | None, ids: Tensor) -> Tensor:
+    """Rows of a matrix [N, K] by number, whatever form it is kept in: ids [...] -> floats [..., K]."""
+    rows, depth = ids.flatten().contiguous(), weight.shape[1]
+    out = torch.empty(len(rows), depth, dtype=torch.float32, device="cpu")
+    addresses = _address(rows, torch.int64), out.data_ptr()
+    sizes = len(rows), depth, torch.get_num_threads()
+    _native().look_up(_LOOK_UP.pack(*addresses, *sizes, *matrix_fields(weight, packed)))
+    return out.view(*ids.shape, depth)
+
+
+def dense(weight: Tensor, packed: Packed | None) -> Tensor:
+    """[N, K]: all of a matrix as floats."""
+    return weight if packed is None else look_up(weight, packed, torch.arange(len(weight), device="cpu"))
 
 
 # C sees addresses only: what it takes for granted is checked as they are taken.

@@ -1,18 +1,15 @@
-"""Quantised matrices laid out for dot products in whole numbers (tiles.c): from the blocks of a GGUF file, and rows of
-them back as floats."""
+"""Quantised matrices laid out for dot products in whole numbers (tiles.c), from the blocks of a GGUF file."""
 
 from __future__ import annotations
 
 import struct
 
 import torch
-from torch import Tensor
 
 from outrider.kernels.native import _address, _native
-from outrider.kernels.packed import TILE_ROWS, Blocks, Packed, Tiles
+from outrider.kernels.packed import TILE_ROWS, Blocks, Tiles
 
-_TILE = struct.Struct("@2q 7q")  # the work structures of tiles.c
-_UNTILE = struct.Struct("@3q 3q")
+_TILE = struct.Struct("@2q 7q")  # tile_work of tiles.c
 
 
 def empty_tiles(type_number: int, num_rows: int, row_len: int) -> Tiles:
@@ -33,13 +30,3 @@ def write_tiles(tiles: Tiles, blocks: Blocks, first_row: int = 0, num_heads: int
     addresses = _address(blocks.data, torch.uint8), _address(tiles.data, torch.uint8)
     sizes = blocks.type_number, num_rows, blocks.row_len, row_bytes, first_row, num_heads, torch.get_num_threads()
     _native().tile(_TILE.pack(*addresses, *sizes))
-
-
-def untile_rows(packed: Packed, ids: Tensor) -> Tensor:
-    """Some rows of a matrix that lies in tiles: ids [...] -> floats [..., K], the same bits as from its blocks."""
-    (part, *_), rows = packed.parts, ids.flatten().contiguous()
-    assert isinstance(part, Tiles)
-    out = torch.empty(len(rows), part.row_len, dtype=torch.float32, device="cpu")
-    addresses = packed.data.data_ptr(), _address(rows, torch.int64), out.data_ptr()
-    _native().untile(_UNTILE.pack(*addresses, len(rows), part.row_len, torch.get_num_threads()))
-    return out.view(*ids.shape, part.row_len)

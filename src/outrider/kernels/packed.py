@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-BFLOAT16, AFFINE4, SCALED8, BLOCKS, TILES = 1, 2, 3, 4, 5  # as in unpack.c
+BFLOAT16, AFFINE4, SCALED8, BLOCKS, TILES, FLOAT16 = 1, 2, 3, 4, 5, 6  # as in unpack.c
+HALVES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 BLOCK = 32
 TILE_ROWS = 16  # as in tiles.c
 # by the type of a GGUF file's blocks: numbers of a row, bytes of sixteen rows of them (unit_bytes of tiles.c), and
@@ -24,6 +25,7 @@ TILE_UNITS = {
     13: (256, 2880, slice(2560, 2624)),  # Q5_K
     14: (256, 3392, slice(3072, 3104)),  # Q6_K
 }
+PART_BYTES = 32  # of the table of a matrix's parts
 PROBE_ROWS = 16  # enough to see that a matrix has no such form, as most of the time
 CHUNK_ROWS = 4096
 
@@ -60,7 +62,7 @@ class Tiles:
 @dataclass(frozen=True)
 class Packed:
     kind: int
-    # bfloat16 bits [N, K] int16; two weights a byte [N, K / 2] uint8; [N, K] int8; or where each part is [parts, 4]
+    # 16 bits [N, K] int16; two weights a byte [N, K / 2] uint8; [N, K] int8; or where each part is [parts, 4]
     # int64: address, first row after it, type, and of BLOCKS the bytes of a row, of TILES its `skipped`
     data: Tensor
     scales: Tensor | None = None  # of every block of 32 along K: scale and offset [N, K / 32, 2], or scale [N, K / 32]
@@ -89,6 +91,28 @@ class Packed:
         return pack_tiles(tiles) if tiles else pack_blocks(blocks)
 
 
+@dataclass(frozen=True)
+class PackedStack:
+    """[E, N, K]: as many matrices of one kind, kept one below the other."""
+
+    matrix: Packed  # [E * N, K]
+    shape: tuple[int, int, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.matrix.num_bytes
+
+    def __getitem__(self, number: int) -> Packed:
+        begin, end = number * self.shape[1], (number + 1) * self.shape[1]
+        scales = None if self.matrix.scales is None else self.matrix.scales[begin:end]
+        return Packed(self.matrix.kind, self.matrix.data[begin:end], scales)
+
+
+def pack_halves(weight: Tensor) -> Packed:
+    """A matrix [N, K] of 16 bits as it is."""
+    return Packed(HALVES[weight.dtype], weight.view(torch.int16))
+
+
 def pack_blocks(parts: Sequence[Blocks]) -> Packed:
     """A matrix that stays as the file has it; its parts may be of several types."""
     table, end = [], 0
@@ -107,23 +131,34 @@ def pack_tiles(parts: Sequence[Tiles]) -> Packed:
     return Packed(TILES, torch.tensor(table, dtype=torch.int64, device="cpu"), parts=tuple(parts))
 
 
-def pack(weight: Tensor) -> Packed | None:
-    """The smaller form of a float32 matrix [N, K], or None where there is none that is exact."""
-    if _is_bfloat16(weight[:PROBE_ROWS]) and _is_bfloat16(weight):
-        return Packed(BFLOAT16, (weight.view(torch.int32) >> 16).to(torch.int16))
-    if weight.shape[1] % BLOCK:
-        return None
+def pack(weight: Tensor, *, halves_only: bool = False) -> Packed | None:
+    """The smaller form of a float32 matrix [N, K], or None where there is none that is exact. `halves_only`: none whose
+    numbers would have to be unpacked."""
+    bfloat16 = _pack_halves(weight, torch.bfloat16)
+    if bfloat16 is not None:
+        return bfloat16
     for kind, pack_part in ((AFFINE4, _pack_affine), (SCALED8, _pack_scaled)):
-        if pack_part(weight[:PROBE_ROWS]) is not None:
+        if not halves_only and weight.shape[1] % BLOCK == 0 and pack_part(weight[:PROBE_ROWS]) is not None:
             parts = [pack_part(part) for part in weight.split(CHUNK_ROWS)]
             done = [part for part in parts if part is not None]
             if len(done) == len(parts):
                 return Packed(kind, torch.cat([part[0] for part in done]), torch.cat([part[1] for part in done]))
-    return None
+    return _pack_halves(weight, torch.float16)
 
 
-def _is_bfloat16(weight: Tensor) -> bool:
-    return not bool((weight.view(torch.int32) & 0xFFFF).any())
+def _pack_halves(weight: Tensor, dtype: torch.dtype) -> Packed | None:
+    if not _is_exact(weight[:PROBE_ROWS], dtype):
+        return None
+    halves = torch.empty(weight.shape, dtype=dtype, device="cpu")
+    for part, out in zip(weight.split(CHUNK_ROWS), halves.split(CHUNK_ROWS), strict=True):
+        if not _is_exact(part, dtype):
+            return None
+        out.copy_(part)
+    return pack_halves(halves)
+
+
+def _is_exact(weight: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(weight.to(dtype).float(), weight)
 
 
 def _pack_affine(weight: Tensor) -> tuple[Tensor, Tensor] | None:

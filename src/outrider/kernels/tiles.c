@@ -155,7 +155,7 @@ static void untile_step(const uint8_t *planes, tile_format format, long row, flo
     }
 }
 
-static void untile_row(const uint8_t *tile, long type, long row, long row_len, float *to) {
+static void untile(const uint8_t *tile, long type, long row, long row_len, float *to) {
     tile_format format = format_of(type);
     for (long k = 0; k < row_len; k += unit_len(format), tile += unit_bytes(format)) {
         const uint8_t *scales = tile + (format.is_nested ? 8 : 1) * plane_bytes(format);
@@ -189,23 +189,12 @@ typedef struct {
     long skipped; /* rows of the first tile that do not belong to the matrix */
 } tile_rows;
 
-typedef struct {
-    const tile_rows *parts;
-    const int64_t *ids;
-    float *to;
-    long num_ids, row_len, num_threads;
-} untile_work;
-
-EXPORT void outrider_untile(const untile_work *work) {
-#pragma omp parallel for num_threads((int)work->num_threads) schedule(static) if (work->num_ids > 32)
-    for (long i = 0; i < work->num_ids; i++) {
-        const tile_rows *part = work->parts;
-        long row = work->ids[i], first = 0;
-        for (; row >= part->end_row; part++) first = part->end_row;
-        row += part->skipped - first;
-        tile_format format = format_of(part->type);
-        long tile_bytes = work->row_len / unit_len(format) * unit_bytes(format);
-        untile_row(part->tiles + row / TILE_ROWS * tile_bytes, part->type, row % TILE_ROWS, work->row_len,
-                   work->to + i * work->row_len);
-    }
+/* A row of the matrix. */
+static void untile_row(const tile_rows *part, long row, long row_len, float *to) {
+    long first = 0;
+    for (; row >= part->end_row; part++) first = part->end_row;
+    row += part->skipped - first;
+    tile_format format = format_of(part->type);
+    long tile_bytes = row_len / unit_len(format) * unit_bytes(format);
+    untile(part->tiles + row / TILE_ROWS * tile_bytes, part->type, row % TILE_ROWS, row_len, to);
 }

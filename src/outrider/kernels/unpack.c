@@ -1,12 +1,12 @@
-/* Weights in a smaller form that gives back the very same floats: bfloat16, 4 bits with a scale and an offset for
- * every 32, 8 bits with a scale, or the blocks of a GGUF file. They are unpacked a panel at a time, which stays in the
- * cache, so that less memory is read; but for bfloat16, which is widened as it is loaded. Included by native.c. */
+/* Weights in a smaller form that gives back the very same floats: 16 bits of either kind, 4 bits with a scale and an offset
+ * for every 32, 8 bits with a scale, or the blocks of a GGUF file. They are unpacked a panel at a time, which stays in the
+ * cache, so that less memory is read; but for 16 bits, which are widened as they are loaded. Included by native.c. */
 
-enum { PLAIN = 0, BFLOAT16 = 1, AFFINE4 = 2, SCALED8 = 3, BLOCKS = 4, TILES = 5, WEIGHT_BLOCK = 32 };
+enum { PLAIN = 0, BFLOAT16 = 1, AFFINE4 = 2, SCALED8 = 3, BLOCKS = 4, TILES = 5, FLOAT16 = 6, WEIGHT_BLOCK = 32 };
 
 typedef struct {
-    const float *weight; /* [num_outputs, depth]; NULL where there are only BLOCKS or TILES */
-    const void *packed; /* the same in a smaller form, or NULL; of BLOCKS a list of block_rows, of TILES one of tile_rows */
+    const float *weight; /* [num_outputs, depth] where it is PLAIN, else NULL */
+    const void *packed; /* the smaller form; of BLOCKS a list of block_rows, of TILES one of tile_rows */
     const float *scales; /* of every block: scale and offset (AFFINE4), scale (SCALED8) */
     long kind;
 } matrix;
@@ -51,8 +51,34 @@ INLINE vector load_bfloat16(const uint16_t *from) {
 #endif
 }
 
+/* A half-precision number's bits, moved to where a float has them, stand for 2 ** -112 times as much. */
+INLINE vector load_float16(const uint16_t *from) {
+#if LANES == 16
+    return (vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif LANES == 8 && defined(__F16C__)
+    return (vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    integers wide, sign;
+    UNROLL for (int i = 0; i < LANES; i++) wide[i] = from[i];
+    sign = (wide & 0x8000) << 16;
+    return (vector)((integers)((vector)((wide & 0x7fff) << 13) * 0x1p112f) | sign);
+#endif
+}
+
+INLINE int is_halved(long kind) { return kind == BFLOAT16 || kind == FLOAT16; }
+
+INLINE vector load_half(long kind, const uint16_t *from) {
+    return kind == BFLOAT16 ? load_bfloat16(from) : load_float16(from);
+}
+
+INLINE vector load_half_part(long kind, const uint16_t *from, long count) {
+    uint16_t padded[LANES] = {0};
+    memcpy(padded, from, (size_t)count * sizeof *padded);
+    return load_half(kind, padded);
+}
+
 /* Columns column .. column + num_columns of a matrix of this depth, k .. k + length of each, into panel. Of anything but
- * bfloat16. */
+ * 16 bits. */
 static void unpack(const matrix *source, long depth, long column, long num_columns, long k, long length, float *panel) {
     for (long c = 0; c < num_columns; c++, panel += length) {
         long at = (column + c) * depth + k;

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.linear import linear
-from outrider.kernels.native import unpack_rows
-from outrider.kernels.native_tiles import untile_rows
-from outrider.kernels.packed import TILES, Packed
+from outrider.kernels.native import look_up
+from outrider.kernels.packed import CHUNK_ROWS, Packed
 from outrider.kernels.quantised import Quantised
 from outrider.kernels.sampling import Columns
 from outrider.kernels.take import take_rows
@@ -24,7 +23,7 @@ class Embedding(nn.Module):
         self.ranks = current_ranks()
         self.weight = nn.Parameter(torch.empty(num_rows, hidden_size))
         cut(self.weight, 0, self.share)
-        self.packed: Packed | None = None  # where the weight stays in blocks, and has no floats
+        self.packed: Packed | None = None  # instead of the weight, which then has no memory
         self.scale = scale
 
     @property
@@ -43,11 +42,18 @@ class Embedding(nn.Module):
         rows = self._look_up(torch.where(is_own, ids - begin, 0))
         return self.ranks.sum(torch.where(is_own[..., None], rows, 0))
 
+    def holds_the_same_as(self, other: "Embedding") -> bool:
+        """In whatever forms both are kept."""
+        if self.weight.shape != other.weight.shape:
+            return False
+        chunks = torch.arange(len(self.weight), device=self.weight.device).split(CHUNK_ROWS)
+        return all(torch.equal(self._look_up(ids), other._look_up(ids)) for ids in chunks)
+
     def _look_up(self, ids: Tensor) -> Tensor:
         # The scale is rounded to the weights' own precision first, as the models that have one were trained.
         if self.packed is None:
             return take_rows(self.weight, ids, self.scale)
-        rows = untile_rows(self.packed, ids) if self.packed.kind == TILES else unpack_rows(self.packed, ids)
+        rows = look_up(self.weight, self.packed, ids)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype)
 
 
@@ -63,6 +69,8 @@ def embed_rows(embed: Embedding, batch: Batch) -> Tensor:
 class Head(nn.Module):
     """hidden [R, H] -> logits [R, V]; a tied head takes the embedding's own parameter. Split over ranks by ids, like an
     embedding: `own_logits` are those of a rank's own ids, and a call gathers all of them."""
+
+    is_multiplied = True  # as a whole: its rows are not looked up
 
     def __init__(
         self,

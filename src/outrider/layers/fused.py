@@ -91,6 +91,10 @@ class FusedLayers:
     def __init__(self) -> None:
         self._cuts: dict[tuple[int, ...], list[nn.Module | FusedRun]] = {}
 
+    def forget(self) -> None:
+        """Where the weights are: they have moved."""
+        self._cuts = {}
+
     def __call__(
         self, layers: nn.ModuleList, x: Tensor, batch: Batch, taps: Iterable[int], read: ReadRows | None = None
     ) -> dict[int, Tensor]:

@@ -32,15 +32,21 @@ def empty_matrix(*sizes: int) -> nn.Parameter:
     return nn.Parameter(torch.empty([1] * len(sizes)).expand(sizes) if _is_deferred.get() else torch.empty(sizes))
 
 
+def has_memory(parameter: Tensor) -> bool:
+    """Whether there is a number for every place."""
+    return all(step > 0 or size == 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True))
+
+
 def give_memory(parameter: nn.Parameter) -> None:
     """Allocates the weight of a layer that was built without memory."""
-    if any(step == 0 and size > 1 for step, size in zip(parameter.stride(), parameter.shape, strict=True)):
+    if not has_memory(parameter):
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def take_memory(parameter: nn.Parameter) -> None:
-    """From one whose matrix is kept in another form. It has its shape still, and whoever reads it finds out."""
-    nothing = torch.full((1,), torch.nan, dtype=parameter.dtype, device=parameter.device)
+def take_memory(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> None:
+    """From one whose matrix is kept in another form. It has its shape still, and whoever reads it finds out. `dtype`:
+    of the numbers that it stands for, None: its own."""
+    nothing = torch.full((1,), torch.nan, dtype=dtype or parameter.dtype, device=parameter.device)
     parameter.data = nothing.expand(parameter.shape)
 
 

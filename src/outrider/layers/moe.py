@@ -11,6 +11,7 @@ from outrider.kernels.dispatch import use_triton
 from outrider.kernels.linear import linear
 from outrider.kernels.moe import ExpertWeights, best_groups, experts, softmax_top
 from outrider.kernels.norm import Normed, materialised
+from outrider.kernels.packed import Packed, PackedStack
 from outrider.kernels.quantised import Quantised, QuantisedStack, joined
 from outrider.layers.linear import Linear, empty_matrix
 from outrider.layers.mlp import GatedMLP
@@ -48,7 +49,7 @@ class Experts(nn.Module):
         width, self.ranks = inner + inner if shape.gated else inner, current_ranks()
         self.up = empty_matrix(count, width.size, hidden)
         self.down = empty_matrix(count, hidden, inner.size)
-        self.packed: dict[nn.Parameter, QuantisedStack] = {}  # what is kept in few bits
+        self.packed: dict[nn.Parameter, QuantisedStack | PackedStack] = {}  # instead of a parameter's own numbers
         self.up_bias = nn.Parameter(torch.empty(count, width.size)) if shape.bias else None
         self.down_bias = nn.Parameter(torch.empty(count, hidden)) if shape.bias else None
         self.exact = False
@@ -58,9 +59,13 @@ class Experts(nn.Module):
             cut(self.up_bias, 1, width)
             cut(self.down_bias, 0, whole(count), is_absent=self.ranks is not None and self.ranks.rank > 0)
 
-    def keep(self, parameter: nn.Parameter, form: Quantised) -> None:
-        """Instead of the parameter's own numbers."""
-        self.packed[parameter] = QuantisedStack(form, self.shape.num_experts)
+    def keep(self, parameter: nn.Parameter, form: Quantised | Packed) -> None:
+        """Instead of the parameter's own numbers: a form of all matrices, one below the other."""
+        if isinstance(form, Quantised):
+            self.packed[parameter] = QuantisedStack(form, self.shape.num_experts)
+        else:
+            count, num_rows, num_columns = parameter.shape
+            self.packed[parameter] = PackedStack(form, (count, num_rows, num_columns))
 
     def forward(self, x: Tensor | Normed, ids: Tensor, shares: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, H], ids and shares [T, k] -> [T, H], added to the residual if there is one."""

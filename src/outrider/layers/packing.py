@@ -1,19 +1,22 @@
 """Finds the smaller, exact form of every matrix of a model, where there is one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from outrider.kernels import native
 from outrider.kernels.dispatch import use_native
-from outrider.kernels.packed import BFLOAT16, Packed, pack
+from outrider.kernels.packed import Packed, PackedStack, pack, pack_halves
 from outrider.kernels.quantised import Kind, Quantised, QuantisedStack, quantise
 from outrider.layers.block import Block
 from outrider.layers.embedding import Embedding, Head
-from outrider.layers.linear import Linear, take_memory
+from outrider.layers.fused import FusedLayers
+from outrider.layers.linear import Linear, give_memory, take_memory
 from outrider.layers.moe import Experts
 
-Form = Packed | Quantised | QuantisedStack
+Form = Packed | PackedStack | Quantised | QuantisedStack
 
 SMALL_MODEL = 64 * 2**20  # a model that stays in the cache gains nothing, and pays for the unpacking
 
@@ -54,7 +57,30 @@ def held_bytes(*modules: nn.Module) -> int:
 
 def packable(module: nn.Module) -> list[Linear | Head | Embedding]:
     """Layers that can do with another form of their weight."""
-    return [layer for layer in module.modules() if isinstance(layer, Linear | Head | Embedding)]
+    layers = [layer for layer in module.modules() if isinstance(layer, Linear | Head | Embedding)]
+    return [layer for layer in layers if not isinstance(layer, Head) or layer.is_multiplied]
+
+
+def dense(layer: Linear | Head | Embedding) -> Tensor:
+    """A layer's weight as numbers, in whatever form it is kept."""
+    if isinstance(layer.packed, Quantised):
+        return layer.packed.dense(torch.float32)
+    return native.dense(layer.weight, layer.packed)
+
+
+def numbers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter as numbers, one after the other: what is kept in another form takes its memory meanwhile."""
+    layers = {layer.weight: layer for layer in packable(module) if layer.packed is not None}
+    stacks = {parameter: form for routed in mixtures(module) for parameter, form in routed.packed.items()}
+    for name, parameter in module.named_parameters():
+        stack = stacks.get(parameter)
+        if isinstance(stack, QuantisedStack):
+            yield name, stack.dense(torch.float32)
+        elif stack is not None:
+            rows = parameter.new_empty(1).expand(stack.shape[0] * stack.shape[1], stack.shape[2])
+            yield name, native.dense(rows, stack.matrix).view(stack.shape)
+        else:
+            yield name, dense(layers[parameter]) if parameter in layers else parameter.detach()
 
 
 def mixtures(module: nn.Module) -> list[Experts]:
@@ -78,7 +104,7 @@ def share_blocks(module: nn.Module, blocks: Mapping[nn.Parameter, Packed | Quant
     for routed in mixtures(module):
         for parameter in (routed.up, routed.down):
             stack = blocks.get(parameter)
-            if isinstance(stack, Quantised):
+            if stack is not None:
                 routed.keep(parameter, stack)
 
 
@@ -104,37 +130,59 @@ def round_experts(module: nn.Module, kind: Kind) -> None:
                 take_memory(parameter)
 
 
-def pack_weights(module: nn.Module, min_bytes: int | None = None, *, halves: bool = False) -> int:
-    """Called once, after the weights are loaded. Returns how many matrices were packed. `halves`: those of a smaller
-    module too, where they are bfloat16, which costs no unpacking: it will not have the cache to itself."""
+@dataclass(frozen=True)
+class Packing:
+    """What becomes of a module's matrices on a CPU: where there is one, a smaller form that loses nothing."""
+
+    parameters: frozenset[nn.Parameter]
+    halves_only: bool  # it is small, and will not have the cache to itself: 16 bits cost no unpacking
+
+    def packed(self, parameter: nn.Parameter) -> Packed | None:
+        """Of a matrix that is filled, or of a stack, one below the other."""
+        if parameter not in self.parameters:
+            return None
+        values = parameter.detach().flatten(0, -2)
+        return pack_halves(values) if values.dtype != torch.float32 else pack(values, halves_only=self.halves_only)
+
+
+def packing_of(module: nn.Module, min_bytes: int | None = None, *, halves: bool = False) -> Packing | None:
+    """None where its matrices stay as they are. `halves`: of a small module too, those of 16 bits are kept so."""
     gains = gains_from_packing(module, min_bytes)
-    if not gains and not halves:
-        return 0
-    count = 0
-    for layer in module.modules():
-        if isinstance(layer, Linear | Head) and layer.packed is None and use_native(layer.weight):
-            form = pack(layer.weight.detach())
-            if form is not None and (gains or form.kind == BFLOAT16):
-                layer.packed = form
-                count += 1
-    return count
+    found = [layer.weight for layer in packable(module) if layer.packed is None]
+    for routed in mixtures(module):
+        found += [parameter for parameter in (routed.up, routed.down) if parameter not in routed.packed]
+    found = [parameter for parameter in found if use_native(parameter)]
+    return Packing(frozenset(found), not gains) if (gains or halves) and found else None
+
+
+def pack_weights(module: nn.Module, min_bytes: int | None = None, *, halves: bool = False) -> int:
+    """Of a module that is filled. Returns how many matrices are packed now."""
+    packing = packing_of(module, min_bytes, halves=halves)
+    forms = {} if packing is None else {each: packing.packed(each) for each in packing.parameters}
+    found = {parameter: form for parameter, form in forms.items() if form is not None}
+    for parameter in found:
+        take_memory(parameter)
+    share_blocks(module, found)
+    return len(found)
 
 
 def refill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """A filled model takes these weights, by the names of its parameters, in place: recordings of rounds stay valid.
     Other forms of its weights are made anew."""
     parameters = dict(module.named_parameters())
-    halves = any(isinstance(layer, Linear | Head) and _is_halves(layer.packed) for layer in module.modules())
+    given = {parameters[name] for name in values}
     with torch.inference_mode():
-        for name, value in values.items():
-            parameters[name].copy_(value)
         for layer in module.modules():
-            if isinstance(layer, Linear | Head):
+            if isinstance(layer, Linear | Head | Embedding) and layer.weight in given:
                 layer.packed = None
+            elif isinstance(layer, Experts):
+                layer.packed = {each: form for each, form in layer.packed.items() if each not in given}
             elif isinstance(layer, Block):
                 layer._native = None
-        pack_weights(module, halves=halves)
-
-
-def _is_halves(form: Form | None) -> bool:
-    return isinstance(form, Packed) and form.kind == BFLOAT16
+            fused = getattr(layer, "_fused", None)
+            if isinstance(fused, FusedLayers):
+                fused.forget()
+        for name, value in values.items():
+            give_memory(parameters[name])
+            parameters[name].copy_(value)
+        pack_weights(module, halves=True)

@@ -13,9 +13,10 @@ import torch.distributed
 from torch import Tensor, nn
 
 from outrider.drafters.base import Drafter
-from outrider.drafters.lesson import Lesson, Loss, Noise, dense
+from outrider.drafters.lesson import Lesson, Loss, Noise
 from outrider.engine.upload import upload
 from outrider.kernels.head_loss import Divergence
+from outrider.layers.packing import dense
 from outrider.training.optimizer import Optimizer, Rates
 from outrider.training.recorded_loss import RecordedLoss, rounded_up
 from outrider.training.teacher import Teacher

@@ -10,6 +10,7 @@ from outrider.kernels.gpu import lone_experts, sliced_experts
 from outrider.kernels.gpu.sums import operand
 from outrider.kernels.moe import ExpertWeights
 from outrider.kernels.norm import Normed
+from outrider.kernels.packed import PackedStack
 
 MAX_ROWS = 8
 MAX_CHOSEN = 16
@@ -32,6 +33,8 @@ def experts(
     x = x if isinstance(x, Normed) or x.stride(1) == 1 else x.contiguous()
     residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
     ids, shares = ids.contiguous(), shares.contiguous()
+    assert not isinstance(weights.up, PackedStack)
+    assert not isinstance(weights.down, PackedStack), "that is for CPUs"
     if isinstance(weights.up, Tensor) and lone_experts.is_for(ids, weights.up):
         inner = lone_experts.up(x, ids, weights.up, weights.up_bias, activation)
     else:

@@ -15,6 +15,7 @@ from outrider.kernels.gpu import gates, launch, sliced_experts
 from outrider.kernels.gpu.gates import activated
 from outrider.kernels.gpu.sums import operand
 from outrider.kernels.moe import ExpertWeights
+from outrider.kernels.packed import PackedStack
 from outrider.kernels.quantised import QuantisedStack
 
 MAX_GROUP_BLOCK = 4096  # pairs that a program of _group looks at together
@@ -197,7 +198,9 @@ def experts(
     x = x if x.stride(1) == 1 else x.contiguous()
     ids, shares = ids.contiguous(), shares.contiguous()
     if not exact and ids.numel() > WIDENED * num_experts:
-        weights = weights.dense(x.dtype)
+        weights = weights.widened(x.dtype)
+    assert not isinstance(weights.up, PackedStack)
+    assert not isinstance(weights.down, PackedStack), "that is for CPUs"
     is_dense = isinstance(weights.up, Tensor) and isinstance(weights.down, Tensor)
     tiles = group(ids, num_experts) if is_dense else group(ids, num_experts, sliced_experts.MAX_TILE)
     inner = expert_linear(x, weights.up, weights.up_bias, tiles, ids.numel(), activation)
