@@ -2,8 +2,10 @@
 answers, beside the size of its files.
 
     PYTHONPATH=src python scripts/measure_memory.py MODEL ... [--draft DRAFTER] [--batches 1,8] [--texts 9]
-    PYTHONPATH=src python scripts/measure_memory.py --write FOLDER      two checkpoints with random weights to measure:
-                                                                       a Llama of SmolLM2-135M's shape, and a mixture
+    PYTHONPATH=src python scripts/measure_memory.py --write FOLDER
+
+The second writes checkpoints with random weights to measure: a Llama of SmolLM2-135M's shape and a mixture, in bfloat16
+and float16, with projections in 4 bits and in fp8.
 
 Each model has a process of its own. Requests are random tokens, no two alike, greedy."""
 
@@ -20,9 +22,13 @@ from typing import Any
 
 import psutil
 import torch
+from safetensors.torch import load_file, save_file
 
 PROMPT, ANSWER = 32, 64  # tokens
-WRITTEN = ("bfloat16", "float16")
+ROUNDED: dict[str, dict[str, Any]] = {
+    "int4": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True},
+    "fp8": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+}
 
 
 def main() -> None:
@@ -104,13 +110,38 @@ def write(folder: Path) -> None:
         max_position_embeddings=8192, tie_word_embeddings=True,
     )  # fmt: skip
     for name, config in (("llama", llama), ("mixture", mixture)):
-        for dtype in WRITTEN:
-            torch.manual_seed(0)
-            place = folder / f"{name}-{dtype}"
-            AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(getattr(torch, dtype)).save_pretrained(
-                place
-            )
-            print(place)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for dtype in ("float16", "bfloat16"):
+            model.to(getattr(torch, dtype)).save_pretrained(folder / f"{name}-{dtype}")
+        for kind, weights in ROUNDED.items():
+            write_rounded(folder / f"{name}-bfloat16", folder / f"{name}-{kind}", kind, weights)
+        print(*sorted(folder.glob(f"{name}-*")), sep="\n")
+
+
+def write_rounded(source: Path, place: Path, kind: str, weights: dict[str, Any]) -> None:
+    """As compressed-tensors stores projections of so few bits."""
+    place.mkdir(exist_ok=True)
+    config, stored = json.loads((source / "config.json").read_text()), {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = tensor
+            continue
+        groups = tensor.float().unflatten(1, (-1, weights.get("group_size", tensor.shape[1])))
+        scale = (groups.abs().amax(2, keepdim=True) / (7 if kind == "int4" else 448)).bfloat16()
+        steps, stem = (groups / scale.float()).flatten(1), name.removesuffix(".weight")
+        stored[f"{stem}.weight_scale"] = scale[..., 0].contiguous()
+        if kind == "fp8":
+            stored[name] = steps.clamp(-448, 448).to(torch.float8_e4m3fn)
+            continue
+        words = (steps.round().clamp(-8, 7).long() + 8).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+        stored[f"{stem}.weight_packed"] = words.sum(2).to(torch.int32)
+        stored[f"{stem}.weight_shape"] = torch.tensor(tensor.shape)
+    layout = {"int4": "pack-quantized", "fp8": "float-quantized"}[kind]
+    described = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "format": layout}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", **described}
+    (place / "config.json").write_text(json.dumps(config))
+    save_file(stored, place / "model.safetensors", {"format": "pt"})
 
 
 if __name__ == "__main__":

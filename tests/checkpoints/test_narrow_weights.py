@@ -12,7 +12,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantised_models import save
+from quantised_models import WAYS, quantise_model, save
 from safetensors.torch import load_file, save_file
 from samples import drafter_settings, guide
 
@@ -20,7 +20,8 @@ from outrider import LLM, SamplingParams
 from outrider.kernels import native
 from outrider.kernels.activation import silu_mul
 from outrider.kernels.moe import ExpertWeights, experts
-from outrider.kernels.packed import AFFINE4, BFLOAT16, FLOAT16, SCALED8, PackedStack, pack
+from outrider.kernels.packed import AFFINE4, BFLOAT16, FLOAT16, SCALED8, SCALED_FP8, PackedStack, pack, pack_quantised
+from outrider.kernels.quantised import Kind, pack_numbers
 from outrider.layers import packing
 from outrider.layers.linear import Linear, has_memory
 from outrider.layers.packing import held_bytes, mixtures, packable, refill
@@ -229,3 +230,78 @@ def test_what_a_drafter_has_of_the_target_is_noticed(
         monkeypatch.setattr(packing, "SMALL_MODEL", small_model)
         with LLM(path, {"method": "eagle3", "model": str(head), "force": True}, **SMALL) as llm:
             assert llm.drafter.embed is llm.target.embed
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_quantised_file_stays_narrow(way: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for columns in an odd order. Numbers are those of the dense checkpoint."""
+    quantised, dense = quantise_model(tmp_path, way, family)
+    expected = answers(dense)
+    with LLM(quantised, None, **SMALL) as llm:
+        floats = held_bytes(llm.target)
+        assert said(llm) == expected
+    monkeypatch.setattr(packing, "SMALL_MODEL", 0)
+    drafter = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, "adaptive": False}
+    with LLM(quantised, drafter, **SMALL) as llm:
+        kinds = {layer.packed.kind for layer in packable(llm.target) if layer.packed is not None}
+        kinds |= {form.matrix.kind for routed in mixtures(llm.target) for form in routed.packed.values()}
+        wanted = {"fp8": {SCALED_FP8}, "int8": {SCALED8}}.get(way, {AFFINE4})
+        assert kinds == wanted or (way == "gptq" and kinds <= wanted)
+        assert way == "gptq" or held_bytes(llm.target) < (0.75 if family == "llama" else 0.65) * floats
+        texts = [prompt + list(ids) for prompt, (ids, _) in zip(PROMPTS, expected, strict=True)]
+        guide(llm.drafter, texts, llm.target.vocab_size)
+        outputs = llm.generate(PROMPTS, PARAMS)
+    assert [tuple(each.outputs[0].token_ids) for each in outputs] == [ids for ids, _ in expected]
+    total = total_speculation(outputs)
+    assert 0 < total.accepted < total.drafted
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from(list(Kind)),
+    num_rows=st.integers(1, 40),
+    group=st.sampled_from([32, 64, 128, 0]),
+    num_groups=st.integers(1, 4),
+    has_offset=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_numbers_in_few_bits_are_the_same_on_a_cpu(
+    kind: Kind, num_rows: int, group: int, num_groups: int, has_offset: bool, seed: int
+) -> None:
+    """group 0: a scale for all of a row."""
+    generator = torch.Generator().manual_seed(seed)
+    num_columns = 32 * num_groups if kind is Kind.FP4 else (group or 96) * num_groups
+    shape = num_rows, num_columns // 32 if kind is Kind.FP4 else num_groups if group else 1
+    numbers = torch.randint(0, 2**kind.num_bits, (num_rows, num_columns), generator=generator).to(torch.uint8)
+    if kind is Kind.FP8:
+        numbers[numbers & 0x7F == 0x7F] = 0  # which are none
+    if kind is Kind.FP4:
+        weight = pack_numbers(kind, numbers, torch.randint(110, 130, shape, generator=generator).to(torch.uint8))
+    else:
+        scale = (torch.rand(shape, generator=generator) * 0.02 + 1e-4).half().float()
+        zero = torch.randint(0, 16, shape, generator=generator) if has_offset else None
+        weight = pack_numbers(kind, numbers, scale, None if zero is None else -zero * scale)
+    packed = pack_quantised(weight)
+    if has_offset and kind in (Kind.INT8, Kind.FP8):
+        assert packed is None
+        return
+    assert packed is not None
+    dense = weight.dense(torch.float32)
+    assert torch.equal(native.dense(dense, packed), dense)
+    x = torch.randn(3, num_columns, generator=generator)
+    assert torch.equal(native.linear(x, dense, None, packed), native.linear(x, dense))
+
+
+def test_numbers_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SMALL_MODEL", 0)
+    quantised, _ = quantise_model(tmp_path, "fp8")
+    for path in quantised.glob("*.safetensors"):
+        tensors = load_file(path)
+        name = next((each for each in tensors if each.endswith("q_proj.weight")), None)
+        if name is not None:
+            tensors[name].view(torch.uint8)[3, 5] = 0x7F
+            save_file(tensors, path, {"format": "pt"})
+            break
+    with pytest.raises(ValueError, match=r"q_proj\.weight holds numbers that are none|q_proj\.weight.* NaN"):
+        LLM(quantised, None, **SMALL)

@@ -22,7 +22,7 @@ from outrider.config import SpeculativeConfig
 from outrider.drafters.base import Drafter, drafters, recognised
 from outrider.host_memory import use_large_pages
 from outrider.kernels.dispatch import use_native, use_triton
-from outrider.kernels.packed import HALVES, Packed, pack_blocks, pack_tiles
+from outrider.kernels.packed import HALVES, Packed, pack_blocks, pack_quantised, pack_tiles
 from outrider.kernels.quantised import Kind, Quantised, joined, quantise
 from outrider.layers.embedding import Embedding
 from outrider.layers.linear import give_memory, take_memory
@@ -120,7 +120,7 @@ def load_weights(
     surplus = {actual[name] for name in present - used if not module.ignores(name)}
     _complain(checkpoint, "has, but nothing uses,", surplus, "the config.json does not describe these weights")
     keepable = {layer.weight for layer in packable(module)}
-    if is_for_gpu(next(module.parameters())):
+    if is_for_gpu(next(module.parameters())) or isinstance(checkpoint, QuantisedCheckpoint):
         keepable |= {parameter for routed in mixtures(module) for parameter in (routed.up, routed.down)}
     if is_for_gpu(next(module.parameters())) or not isinstance(checkpoint, GgufCheckpoint):
         # rows of an embedding are looked up, not computed with
@@ -137,9 +137,11 @@ def load_weights(
         if forms.as_stored and parameter in blocks:
             tiled = forms.tiled and parameter in multiplied
             form = _as_stored(parameter, checkpoint, name, stored, tiled=tiled)
-        if _keep(parameter, form, forms):
-            check.note_kept(forms.kept[parameter], stored.names)
-        else:
+        if form is not None:
+            check.note_kept(form, stored.names)
+        if isinstance(form, Quantised) and not is_for_gpu(parameter):
+            form = pack_quantised(form)
+        if not _keep(parameter, form, forms):
             dtype = parameter.dtype
             _fill(parameter, checkpoint, name, stored, _narrow_dtype(parameter, checkpoint, stored, forms))
             check.note(parameter, stored.names)
@@ -157,7 +159,7 @@ def can_keep_blocks(module: Target | Drafter, checkpoint: Checkpoint, *, small_t
     """Whether quantised weights can be computed with as they are: on a GPU, or by native kernels, and if it is worth it
     there (or it need not be)."""
     floats = next(module.parameters())
-    if is_for_gpu(floats) or not isinstance(checkpoint, GgufCheckpoint):
+    if is_for_gpu(floats) or not isinstance(checkpoint, GgufCheckpoint | QuantisedCheckpoint):
         return is_for_gpu(floats)
     with torch.inference_mode():
         return use_native(floats) and (small_too or gains_from_packing(module))
@@ -236,6 +238,9 @@ def stored_bytes(module: Target | Drafter, checkpoint: Checkpoint, packing: Pack
             dtype = parameters[name].dtype
             if all(source in names for source in weight.names):  # others are complained about as they are read
                 stored = replace(weight, names=tuple(names[source] for source in weight.names))
+                if packing is not None and isinstance(checkpoint, QuantisedCheckpoint):
+                    total += int(parameters[name].numel() * checkpoint.bytes_per_number(stored.names))
+                    continue
                 dtype = _narrow_dtype(parameters[name], checkpoint, stored, forms) or dtype
             total += parameters[name].numel() * dtype.itemsize
     return total

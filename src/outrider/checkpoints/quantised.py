@@ -1,6 +1,7 @@
 """Checkpoints whose weights are stored in few bits, shown as dense ones: the numbers are restored as they are read.
 Which tensors make up a weight, and how, is up to the formats in quantised_formats.py."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -70,6 +71,11 @@ class QuantisedCheckpoint:
         if "scale" not in stored.parts or len(self.shape(name)) not in (2, 3):
             return None
         return self._format.quantised(replace(stored, device=device))
+
+    def bytes_per_number(self, names: Sequence[str]) -> float:
+        """What a CPU takes for each number of these weights, as a rule: those in odd orders or groups take four."""
+        narrow = all("scale" in self._find(name).parts for name in names)
+        return self._format.bytes_per_number if narrow else 4.0
 
     def parts_of(self, name: str) -> list[str]:
         """The tensors as stored that make up a weight."""

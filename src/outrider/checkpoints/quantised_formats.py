@@ -44,6 +44,7 @@ class Format(ABC):
     suffixes: ClassVar[Suffixes]  # end of a stored name -> end of the dense name, and the part it plays there
     needed: ClassVar[frozenset[str]] = frozenset()  # the parts that packed numbers cannot do without
     made_up_biases: ClassVar[bool] = False  # a layer without a bias may have been given one of zeros
+    bytes_per_number: ClassVar[float] = 1.125  # that a CPU keeps, at most: 8 bits, and a scale for 32 of them
 
     @abstractmethod
     def __init__(self, settings: Settings) -> None: ...
@@ -309,6 +310,7 @@ class Awq(Format):
 class Mxfp4(Format):
     """Experts as four-bit floats, two a byte, in blocks of 32 along the columns, whose scales are powers of two."""
 
+    bytes_per_number: ClassVar = 2.0
     suffixes: ClassVar = {"_blocks": ("", "packed"), "_scales": ("", "scale")}
     needed = frozenset({"scale"})
 

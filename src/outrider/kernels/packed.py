@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-BFLOAT16, AFFINE4, SCALED8, BLOCKS, TILES, FLOAT16 = 1, 2, 3, 4, 5, 6  # as in unpack.c
+from outrider.kernels.quantised import Kind, Quantised, scales, unpack_words
+
+BFLOAT16, AFFINE4, SCALED8, BLOCKS, TILES, FLOAT16, SCALED_FP8 = 1, 2, 3, 4, 5, 6, 7  # as in unpack.c
 HALVES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 BLOCK = 32
 TILE_ROWS = 16  # as in tiles.c
@@ -62,7 +64,7 @@ class Tiles:
 @dataclass(frozen=True)
 class Packed:
     kind: int
-    # 16 bits [N, K] int16; two weights a byte [N, K / 2] uint8; [N, K] int8; or where each part is [parts, 4]
+    # 16 bits [N, K] int16; two weights a byte [N, K / 2] uint8; [N, K] int8 or uint8; or where each part is [parts, 4]
     # int64: address, first row after it, type, and of BLOCKS the bytes of a row, of TILES its `skipped`
     data: Tensor
     scales: Tensor | None = None  # of every block of 32 along K: scale and offset [N, K / 32, 2], or scale [N, K / 32]
@@ -111,6 +113,34 @@ class PackedStack:
 def pack_halves(weight: Tensor) -> Packed:
     """A matrix [N, K] of 16 bits as it is."""
     return Packed(HALVES[weight.dtype], weight.view(torch.int16))
+
+
+def pack_quantised(weight: Quantised) -> Packed | None:
+    """A matrix in few bits as GPUs have it, in a form for CPUs that stands for the same numbers; None: it has none."""
+    if weight.kind is Kind.FP4:  # whose scales are powers of two
+        return pack_halves(weight.dense(torch.bfloat16))
+    num_rows, num_columns = len(weight.data), weight.num_columns
+    if weight.order is not None or num_columns % BLOCK or weight.group % BLOCK:
+        return None
+    numbers = unpack_words(weight.data, weight.kind.num_parts, weight.part)[:, :num_columns]
+    scale = _by_block(scales(weight), weight)
+    if weight.kind in (Kind.INT4, Kind.UINT4):
+        offset = torch.zeros_like(scale) if weight.offset is None else _by_block(weight.offset, weight)
+        if weight.kind is Kind.INT4:
+            offset = offset - 8 * scale
+        low, high = numbers.unflatten(1, (-1, BLOCK)).chunk(2, dim=2)
+        return Packed(AFFINE4, (low | high << 4).reshape(num_rows, -1), torch.stack([scale, offset], 2).contiguous())
+    if weight.offset is not None:
+        return None
+    if weight.kind is Kind.INT8:
+        return Packed(SCALED8, numbers.contiguous().view(torch.int8), scale.contiguous())
+    return Packed(SCALED_FP8, numbers.contiguous(), scale.contiguous())
+
+
+def _by_block(values: Tensor, weight: Quantised) -> Tensor:
+    """[G, N], one for each group -> [N, K / 32]."""
+    num_groups = weight.num_columns // weight.group
+    return values[:num_groups].T.float().repeat_interleave(weight.group // BLOCK, dim=1)
 
 
 def pack_blocks(parts: Sequence[Blocks]) -> Packed:

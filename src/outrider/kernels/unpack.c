@@ -1,13 +1,13 @@
 /* Weights in a smaller form that gives back the very same floats: 16 bits of either kind, 4 bits with a scale and an offset
- * for every 32, 8 bits with a scale, or the blocks of a GGUF file. They are unpacked a panel at a time, which stays in the
+ * for every 32, 8 bits (whole numbers or e4m3) with a scale, or the blocks of a GGUF file. They are unpacked a panel at a time, which stays in the
  * cache, so that less memory is read; but for 16 bits, which are widened as they are loaded. Included by native.c. */
 
-enum { PLAIN = 0, BFLOAT16 = 1, AFFINE4 = 2, SCALED8 = 3, BLOCKS = 4, TILES = 5, FLOAT16 = 6, WEIGHT_BLOCK = 32 };
+enum { PLAIN = 0, BFLOAT16 = 1, AFFINE4 = 2, SCALED8 = 3, BLOCKS = 4, TILES = 5, FLOAT16 = 6, SCALED_FP8 = 7, WEIGHT_BLOCK = 32 };
 
 typedef struct {
     const float *weight; /* [num_outputs, depth] where it is PLAIN, else NULL */
     const void *packed; /* the smaller form; of BLOCKS a list of block_rows, of TILES one of tile_rows */
-    const float *scales; /* of every block: scale and offset (AFFINE4), scale (SCALED8) */
+    const float *scales; /* of every block: scale and offset (AFFINE4), or scale */
     long kind;
 } matrix;
 
@@ -36,6 +36,23 @@ static void unpack_scaled8(const int8_t *from, const float *scales, float *to, l
 #else
         for (long j = i; j < i + 16; j++) to[j] = (float)from[j] * scale;
 #endif
+    }
+}
+
+/* Of a number with four bits of exponent and three of mantissa: bits moved to where a float has them stand for 2 ** -120
+ * times as much. */
+static void unpack_fp8(const uint8_t *from, const float *scales, float *to, long length) {
+    for (long i = 0; i < length; i += LANES) {
+        integers wide;
+#if LANES == 16
+        wide = (integers)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from + i)));
+#elif LANES == 8
+        wide = (integers)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(from + i)));
+#else
+        UNROLL for (int j = 0; j < LANES; j++) wide[j] = from[i + j];
+#endif
+        vector size = (vector)((wide & 0x7f) << 20) * 0x1p120f;
+        store(to + i, (vector)((integers)size | (wide & 0x80) << 24) * scales[i / WEIGHT_BLOCK]);
     }
 }
 
@@ -85,6 +102,8 @@ static void unpack(const matrix *source, long depth, long column, long num_colum
         if (source->kind == BLOCKS) unpack_blocks(source->packed, depth, column + c, k, length, panel);
         else if (source->kind == SCALED8)
             unpack_scaled8((const int8_t *)source->packed + at, source->scales + at / WEIGHT_BLOCK, panel, length);
+        else if (source->kind == SCALED_FP8)
+            unpack_fp8((const uint8_t *)source->packed + at, source->scales + at / WEIGHT_BLOCK, panel, length);
         else unpack_affine4((const uint8_t *)source->packed + at / 2, source->scales + at / 16, panel, length);
     }
 }
