@@ -1,6 +1,6 @@
 """What products of so many rows take on a CPU: of the matrices of a GGUF file as they lie there, those of all layers in
-turn, so that they come from memory; and of a random one in bfloat16, kept so and as floats. Milliseconds (medians), and
-how many times as long as one row.
+turn, so that they come from memory; and of a random one as floats, in bfloat16, in 4 bits with a scale for every 64
+numbers, and in fp8 and int8 with a scale for every row. Milliseconds (medians), and how many times as long as one row.
 
     python scripts/measure_rows.py MODEL.gguf --threads 1 --threads 2"""
 
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from outrider import LLM
 from outrider.kernels.native import linear
-from outrider.kernels.packed import Packed, pack
+from outrider.kernels.packed import Packed, pack, pack_quantised
+from outrider.kernels.quantised import Kind, pack_numbers
 
-ROWS = (1, 2, 3, 4, 6, 8, 16, 64)
+ROWS = (1, 2, 3, 4, 6, 8, 16, 64, 512)
+SHAPE = (17920, 1536)
 Matrix = tuple[Tensor, Packed | None]
 
 
@@ -33,6 +35,17 @@ def milliseconds(matrices: Sequence[Matrix], num_rows: int) -> float:
     return statistics.median(taken) * 1e3
 
 
+def few_bits(kind: Kind, group: int) -> list[Matrix]:
+    """Random ones."""
+    found = []
+    for _ in range(3):
+        numbers = torch.randint(0, 1 << kind.num_bits, SHAPE).to(torch.uint8)
+        numbers[numbers == 0x7F], numbers[numbers == 0xFF] = 0, 0  # none in fp8
+        scale = torch.rand(SHAPE[0], SHAPE[1] // group) / 100
+        found.append((torch.empty(1).expand(SHAPE), pack_quantised(pack_numbers(kind, numbers, scale))))
+    return found
+
+
 def show(name: str, matrices: Sequence[Matrix]) -> None:
     found = [milliseconds(matrices, count) for count in ROWS]
     cells = "  ".join(f"{count}: {each:.2f} ({each / found[0]:.1f})" for count, each in zip(ROWS, found, strict=True))
@@ -41,11 +54,16 @@ def show(name: str, matrices: Sequence[Matrix]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="a .gguf file; without one, bfloat16 alone")
+    parser.add_argument("model", nargs="?", help="a .gguf file; without one, random matrices alone")
     parser.add_argument("--threads", type=int, action="append", help="again for more")
     options = parser.parse_args()
-    halves = [torch.randn(17920, 1536).bfloat16().float() for _ in range(3)]
+    halves = [torch.randn(SHAPE).bfloat16().float() for _ in range(3)]
     sides = {"bfloat16": [(each, pack(each)) for each in halves], "float32": [(each, None) for each in halves]}
+    sides |= {
+        "int4": few_bits(Kind.INT4, 64),
+        "fp8": few_bits(Kind.FP8, SHAPE[1]),
+        "int8": few_bits(Kind.INT8, SHAPE[1]),
+    }
     if options.model:
         with LLM(options.model, None, device="cpu", max_model_len=256) as llm:
             layers, head = list(llm.target.layers), llm.target.head

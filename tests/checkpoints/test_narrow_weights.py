@@ -12,6 +12,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from older_processors import MARCHES, use_older_processor
 from quantised_models import WAYS, quantise_model, save
 from safetensors.torch import load_file, save_file
 from samples import drafter_settings, guide
@@ -21,7 +22,7 @@ from outrider.kernels import native
 from outrider.kernels.activation import silu_mul
 from outrider.kernels.moe import ExpertWeights, experts
 from outrider.kernels.packed import AFFINE4, BFLOAT16, FLOAT16, SCALED8, SCALED_FP8, PackedStack, pack, pack_quantised
-from outrider.kernels.quantised import Kind, pack_numbers
+from outrider.kernels.quantised import Kind, Quantised, pack_numbers, part_for
 from outrider.layers import packing
 from outrider.layers.linear import Linear, has_memory
 from outrider.layers.packing import held_bytes, mixtures, packable, refill
@@ -257,18 +258,7 @@ def test_a_quantised_file_stays_narrow(way: str, family: str, tmp_path: Path, mo
     assert 0 < total.accepted < total.drafted
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    kind=st.sampled_from(list(Kind)),
-    num_rows=st.integers(1, 40),
-    group=st.sampled_from([32, 64, 128, 0]),
-    num_groups=st.integers(1, 4),
-    has_offset=st.booleans(),
-    seed=st.integers(0, 1000),
-)
-def test_numbers_in_few_bits_are_the_same_on_a_cpu(
-    kind: Kind, num_rows: int, group: int, num_groups: int, has_offset: bool, seed: int
-) -> None:
+def random_numbers(kind: Kind, num_rows: int, group: int, num_groups: int, has_offset: bool, seed: int) -> Quantised:
     """group 0: a scale for all of a row."""
     generator = torch.Generator().manual_seed(seed)
     num_columns = 32 * num_groups if kind is Kind.FP4 else (group or 96) * num_groups
@@ -277,11 +267,28 @@ def test_numbers_in_few_bits_are_the_same_on_a_cpu(
     if kind is Kind.FP8:
         numbers[numbers & 0x7F == 0x7F] = 0  # which are none
     if kind is Kind.FP4:
-        weight = pack_numbers(kind, numbers, torch.randint(110, 130, shape, generator=generator).to(torch.uint8))
-    else:
-        scale = (torch.rand(shape, generator=generator) * 0.02 + 1e-4).half().float()
-        zero = torch.randint(0, 16, shape, generator=generator) if has_offset else None
-        weight = pack_numbers(kind, numbers, scale, None if zero is None else -zero * scale)
+        return pack_numbers(kind, numbers, torch.randint(110, 130, shape, generator=generator).to(torch.uint8))
+    scale = (torch.rand(shape, generator=generator) * 0.02 + 1e-4).half().float()
+    zero = torch.randint(0, 16, shape, generator=generator) if has_offset else None
+    return pack_numbers(kind, numbers, scale, None if zero is None else -zero * scale)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from(list(Kind)),
+    num_rows=st.integers(1, 40),
+    group=st.sampled_from([32, 64, 96, 128, 0]),
+    num_groups=st.integers(1, 14),
+    has_offset=st.booleans(),
+    num_products=st.sampled_from([1, 2, 3, 5, 8, 9, 16, 17, 40]),
+    seed=st.integers(0, 1000),
+)
+def test_numbers_in_few_bits_are_the_same_on_a_cpu(
+    kind: Kind, num_rows: int, group: int, num_groups: int, has_offset: bool, num_products: int, seed: int
+) -> None:
+    if group == 96 and part_for(96 * num_groups, 96, kind) is None:
+        return
+    weight = random_numbers(kind, num_rows, group, num_groups, has_offset, seed)
     packed = pack_quantised(weight)
     if has_offset and kind in (Kind.INT8, Kind.FP8):
         assert packed is None
@@ -289,8 +296,24 @@ def test_numbers_in_few_bits_are_the_same_on_a_cpu(
     assert packed is not None
     dense = weight.dense(torch.float32)
     assert torch.equal(native.dense(dense, packed), dense)
-    x = torch.randn(3, num_columns, generator=generator)
+    x = torch.randn(num_products, weight.num_columns, generator=torch.Generator().manual_seed(seed))
     assert torch.equal(native.linear(x, dense, None, packed), native.linear(x, dense))
+
+
+@pytest.mark.parametrize("march", [None, *MARCHES])
+def test_long_rows_of_few_bits_on_every_processor(
+    march: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if march is not None:
+        use_older_processor(march, tmp_path, monkeypatch)
+    for kind, group in [(Kind.INT4, 64), (Kind.UINT4, 128), (Kind.INT8, 0), (Kind.FP8, 0), (Kind.FP8, 128)]:
+        weight = random_numbers(kind, 37, group, 1400 // (group or 96), kind is Kind.UINT4, seed=1)
+        packed, dense = pack_quantised(weight), weight.dense(torch.float32)
+        assert packed is not None
+        assert torch.equal(native.dense(dense, packed), dense)
+        for num_products in (1, 4, 5, 30):
+            x = torch.randn(num_products, weight.num_columns, generator=torch.Generator().manual_seed(0))
+            assert torch.equal(native.linear(x, dense, None, packed), native.linear(x, dense))
 
 
 def test_numbers_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Dot products in whole numbers: against the dequantised matrix, a row alone as in company, on older processors too."""
 
-import ctypes
-import platform
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from gguf_blocks import QUANTISED, UNIT, floats_of, random_blocks, rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from older_processors import MARCHES, use_older_processor
 from torch import Tensor
 
 from outrider.kernels import native
@@ -103,24 +102,14 @@ def test_extremes_do_not_overflow() -> None:
             )
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="other kinds of x86 are compared")
-@pytest.mark.parametrize("march", ["x86-64-v3", "x86-64"])
+@pytest.mark.parametrize("march", MARCHES)
 def test_older_processors_say_the_same(march: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """AVX2 to the last bit; without fused multiply-adds, sums are rounded twice."""
-    if march == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("no AVX2 here")
     x = torch.randn(5, 1024, generator=torch.Generator().manual_seed(0))
     parts = [random_blocks(number, 21, 1024, number) for number in QUANTISED]
     packed = tiled(*parts)
     expected = dots(x, packed, 21 * len(parts))
-    monkeypatch.setattr(native, "_processor_flag", lambda: f"-march={march}")
-    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O1"))
-    other = ctypes.CDLL(str(native.build(tmp_path)))
-    for name in ("linear", "tile"):
-        function = other[f"outrider_{name}"]
-        function.argtypes, function.restype = [ctypes.c_char_p], None
-        setattr(other, name, function)
-    monkeypatch.setattr(native, "library", lambda: other)
+    use_older_processor(march, tmp_path, monkeypatch)
     found = dots(x, tiled(*parts), 21 * len(parts))
     assert (
         torch.equal(found, expected) if march == "x86-64-v3" else torch.allclose(found, expected, rtol=1e-5, atol=1e-4)

@@ -16,7 +16,7 @@ from outrider.kernels.packed import Packed
 from outrider.types import Batch
 
 # block_layer, block_call and stack_call of block.c: eight bytes a field
-_LAYER = struct.Struct("@16q 10q 6q 6d 6q 6q")
+_LAYER = struct.Struct("@" + native.MATRIX * 4 + "10q 6q 6d 6q 6q")
 _CALL = struct.Struct("@11q 6q")
 _STACK = struct.Struct("@6q 11q 6q")
 MATRICES = ("qkv", "output", "gate_up", "down")

@@ -15,7 +15,7 @@ from outrider.kernels.native_sampling import NO_DRAW, Drawing
 from outrider.kernels.packed import Packed
 from outrider.types import Batch
 
-_CHAIN = struct.Struct("@3q 4q 4q 4q 5q d 11q 6q 10q 3q 2d")  # chain_call of chain.c
+_CHAIN = struct.Struct(f"@3q {native.MATRIX} {native.MATRIX} 4q 5q d 11q 6q 10q 3q 2d")  # chain_call of chain.c
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ typedef struct {
 /* Some rows and columns of the output, over a stretch of k. */
 typedef struct {
     const linear_work *work;
-    const float *weights; /* of its first column, from k on; the next column is `stride` further */
-    const uint16_t *halves; /* instead of them, where they have 16 bits and are widened as they are loaded */
-    long stride, row, num_rows, column, num_columns, k, length;
-    long ahead; /* distance of the weights that come next, to be fetched meanwhile */
+    weight_row weights; /* of its first column, from k on */
+    long stride, scale_stride; /* bytes, and scales, between two columns */
+    long row, num_rows, column, num_columns, k, length;
+    long ahead; /* bytes to the weights that come next, to be fetched meanwhile */
 } linear_patch;
 
 /* Hold a loaded vector in its register: left alone, compilers load it again for every multiply-add that takes it. */
@@ -31,31 +31,21 @@ typedef struct {
 #define HOLD(v) (void)0
 #endif
 
-/* Where weights lie, in one of two forms; the other is NULL. */
-typedef struct {
-    const float *floats;
-    const uint16_t *halves;
-} weight_row;
-
-/* `halved`: 0, or which kind of 16 bits. */
-INLINE vector load_weights(weight_row w, int halved, long part) {
-    if (!halved) return part ? load_part(w.floats, part) : load(w.floats);
-    return part ? load_half_part(halved, w.halves, part) : load_half(halved, w.halves);
-}
-
-/* One step of LANES along k. The longer side streams through one register, the shorter one stays in several. */
-INLINE void dot_step(int rows, int columns, int halved, const float *const *x, const weight_row *w, vector *sums, long part) {
+/* LANES numbers along k, `place` of a step on; `part`: less than that are left. The longer side streams through one
+ * register, the shorter one stays in several. */
+INLINE void dot_step(int rows, int columns, long kind, const float *const *x, const weight_row *w, vector *sums, int place,
+                     long part) {
     vector held[8];
     int across = rows > columns, num_held = across ? columns : rows, num_streamed = across ? rows : columns;
     UNROLL for (int i = 0; i < num_held; i++) {
-        if (across) held[i] = load_weights(w[i], halved, part);
-        else held[i] = part ? load_part(x[i], part) : load(x[i]);
+        if (across) held[i] = part ? load_last_weights(kind, w[i], part) : load_weights(kind, w[i], place);
+        else held[i] = part ? load_part(x[i], part) : load(x[i] + place);
         HOLD(held[i]);
     }
     UNROLL for (int j = 0; j < num_streamed; j++) {
         vector streamed;
-        if (across) streamed = part ? load_part(x[j], part) : load(x[j]);
-        else streamed = load_weights(w[j], halved, part);
+        if (across) streamed = part ? load_part(x[j], part) : load(x[j] + place);
+        else streamed = part ? load_last_weights(kind, w[j], part) : load_weights(kind, w[j], place);
         HOLD(streamed);
         UNROLL for (int i = 0; i < num_held; i++) {
             int at = across ? j * columns + i : i * columns + j;
@@ -70,36 +60,38 @@ typedef struct {
     long turn, num_passes;
 } fetch_turns;
 
-INLINE void dot_tile(const linear_patch *patch, int rows, int columns, int halved, long row, long column,
+INLINE void dot_tile(const linear_patch *patch, int rows, int columns, long kind, long row, long column,
                      fetch_turns *turns) {
     const linear_work *work = patch->work;
-    const float *x[ROW_TILE];
+    const float *x[ROW_TILE], *scales[8];
     weight_row w[8];
     long ahead[8];
     vector sums[ROW_TILE * 8];
     float folded[32];
     UNROLL for (int r = 0; r < rows; r++) x[r] = work->x + (row + r) * work->depth + patch->k;
     UNROLL for (int c = 0; c < columns; c++) {
-        long at = (column + c - patch->column) * patch->stride;
-        w[c] = halved ? (weight_row){NULL, patch->halves + at} : (weight_row){patch->weights + at, NULL};
+        long at = column + c - patch->column;
+        w[c].at = patch->weights.at + at * patch->stride;
+        scales[c] = has_scales(kind) ? patch->weights.scales + at * patch->scale_stride : NULL;
     }
     UNROLL for (int i = 0; i < rows * columns; i++) sums[i] = (vector){0};
     UNROLL for (int c = 0; c < columns; c++) {
         ahead[c] = turns->turn == 0 ? patch->ahead : 0;
         turns->turn = turns->turn == 0 ? turns->num_passes - 1 : turns->turn - 1;
     }
-    long left = patch->length;
-    for (; left >= LANES; left -= LANES) {
-        UNROLL for (int c = 0; c < columns; c++)
-            __builtin_prefetch(halved ? (const void *)(w[c].halves + ahead[c]) : w[c].floats + ahead[c], 0, 2);
-        dot_step(rows, columns, halved, x, w, sums, 0);
-        UNROLL for (int r = 0; r < rows; r++) x[r] += LANES;
-        UNROLL for (int c = 0; c < columns; c++) {
-            if (halved) w[c].halves += LANES;
-            else w[c].floats += LANES;
+    const long step = step_of(kind);
+    long left = patch->length, block = patch->k / WEIGHT_BLOCK;
+    for (; left >= step; left -= step, block++) {
+        UNROLL for (int c = 0; c < columns; c++) __builtin_prefetch(w[c].at + ahead[c], 0, 2);
+        if (has_scales(kind)) {
+            long at = scale_at(&work->matrix, block);
+            UNROLL for (int c = 0; c < columns; c++) w[c].scales = scales[c] + at;
         }
+        UNROLL for (int place = 0; place < step; place += LANES) dot_step(rows, columns, kind, x, w, sums, place, 0);
+        UNROLL for (int r = 0; r < rows; r++) x[r] += step;
+        UNROLL for (int c = 0; c < columns; c++) w[c].at += bytes_of(kind, step);
     }
-    if (left > 0) dot_step(rows, columns, halved, x, w, sums, left);
+    if (!has_scales(kind) && left > 0) dot_step(rows, columns, kind, x, w, sums, 0, left);
     fold_all(sums, rows * columns, folded);
     __asm__ volatile("" : : "r"(folded) : "memory"); /* picking lanes out of memory beats shuffling them out */
     UNROLL for (int r = 0; r < rows; r++) {
@@ -109,53 +101,58 @@ INLINE void dot_tile(const linear_patch *patch, int rows, int columns, int halve
     }
 }
 
-INLINE void dot_pass(const linear_patch *patch, int halved, int rows, int columns, long row, fetch_turns turns) {
+INLINE void dot_pass(const linear_patch *patch, long kind, int rows, int columns, long row, fetch_turns turns) {
     long column = patch->column, end = patch->column + patch->num_columns;
-    for (; column + columns <= end; column += columns) dot_tile(patch, rows, columns, halved, row, column, &turns);
-    for (; column < end; column++) dot_tile(patch, rows, 1, halved, row, column, &turns);
+    for (; column + columns <= end; column += columns) dot_tile(patch, rows, columns, kind, row, column, &turns);
+    for (; column < end; column++) dot_tile(patch, rows, 1, kind, row, column, &turns);
 }
 
-INLINE void dot_rows(const linear_patch *patch, int halved) {
+INLINE void dot_rows(const linear_patch *patch, long kind) {
     long num_passes = ceil_div(patch->num_rows, ROW_TILE);
     for (long pass = 0; pass < num_passes; pass++) {
         long first = pass * patch->num_rows / num_passes, end = (pass + 1) * patch->num_rows / num_passes;
         long row = patch->row + first;
         fetch_turns turns = {pass, num_passes};
         switch (end - first) {
-        case 1: dot_pass(patch, halved, 1, 8, row, turns); break;
+        case 1: dot_pass(patch, kind, 1, 8, row, turns); break;
 #if ROW_TILE == 4
-        case 2: dot_pass(patch, halved, 2, 6, row, turns); break;
-        case 3: dot_pass(patch, halved, 3, 4, row, turns); break;
-        case 4: dot_pass(patch, halved, 4, 3, row, turns); break;
+        case 2: dot_pass(patch, kind, 2, 6, row, turns); break;
+        case 3: dot_pass(patch, kind, 3, 4, row, turns); break;
+        case 4: dot_pass(patch, kind, 4, 3, row, turns); break;
 #else
-        case 2: dot_pass(patch, halved, 2, 8, row, turns); break;
-        case 3: dot_pass(patch, halved, 3, 8, row, turns); break;
-        case 4: dot_pass(patch, halved, 4, 6, row, turns); break;
-        case 5: dot_pass(patch, halved, 5, 4, row, turns); break;
-        case 6: dot_pass(patch, halved, 6, 4, row, turns); break;
-        case 7: dot_pass(patch, halved, 7, 3, row, turns); break;
-        case 8: dot_pass(patch, halved, 8, 3, row, turns); break;
+        case 2: dot_pass(patch, kind, 2, 8, row, turns); break;
+        case 3: dot_pass(patch, kind, 3, 8, row, turns); break;
+        case 4: dot_pass(patch, kind, 4, 6, row, turns); break;
+        case 5: dot_pass(patch, kind, 5, 4, row, turns); break;
+        case 6: dot_pass(patch, kind, 6, 4, row, turns); break;
+        case 7: dot_pass(patch, kind, 7, 3, row, turns); break;
+        case 8: dot_pass(patch, kind, 8, 3, row, turns); break;
 #endif
         }
     }
 }
 
-static void dot_patch(const linear_patch *patch) { dot_rows(patch, 0); }
+static void dot_plain(const linear_patch *patch) { dot_rows(patch, PLAIN); }
 static void dot_bfloat16(const linear_patch *patch) { dot_rows(patch, BFLOAT16); }
 static void dot_float16(const linear_patch *patch) { dot_rows(patch, FLOAT16); }
+static void dot_affine4(const linear_patch *patch) { dot_rows(patch, AFFINE4); }
+static void dot_scaled8(const linear_patch *patch) { dot_rows(patch, SCALED8); }
+static void dot_fp8(const linear_patch *patch) { dot_rows(patch, SCALED_FP8); }
 
-/* A patch of packed weights, a few columns at a time: unpacked, they stay in the first-level cache until all rows are
- * done with them. How many is a multiple of the columns of the tiles that will run; more rows repay a wider panel. */
-static void unpack_and_dot(linear_patch patch) {
+/* A patch of weights that are slow to widen, or have many rows to be multiplied by, a few columns at a time: as floats they
+ * stay in the first-level cache until all rows are done with them. How many is a multiple of the columns of the tiles that
+ * will run; more rows repay a wider panel. */
+static void widen_and_dot(linear_patch patch) {
     ALIGNED float panel[COLUMN_BLOCK * DEPTH_BLOCK];
     const linear_work *work = patch.work;
-    long end = patch.column + patch.num_columns;
+    long end = patch.column + patch.num_columns, length = patch.length;
     long step = patch.num_rows <= 3 ? 8 : patch.num_rows <= ROW_TILE ? 12 : COLUMN_BLOCK;
-    patch.weights = panel, patch.stride = patch.length, patch.ahead = 0;
+    patch.weights = (weight_row){(const uint8_t *)panel, NULL}, patch.stride = bytes_of(PLAIN, length), patch.ahead = 0;
     for (; patch.column < end; patch.column += step) {
         patch.num_columns = smaller(step, end - patch.column);
-        unpack(&work->matrix, work->depth, patch.column, patch.num_columns, patch.k, patch.length, panel);
-        dot_patch(&patch);
+        for (long c = 0; c < patch.num_columns; c++)
+            widen_row(&work->matrix, work->depth, patch.column + c, patch.k, length, panel + c * length);
+        dot_plain(&patch);
     }
 }
 
@@ -178,14 +175,24 @@ static void linear_task(const linear_work *work, const linear_plan *plan, long t
     long num_columns = smaller(plan->column_block, work->num_outputs - column);
     for (long k = 0; k == 0 || k < work->depth; k += plan->depth_block) {
         long length = smaller(plan->depth_block, work->depth - k);
-        const float *weights = work->matrix.weight ? work->matrix.weight + column * work->depth + k : NULL;
-        const uint16_t *halves = (const uint16_t *)work->matrix.packed + column * work->depth + k;
-        linear_patch patch = {work, weights, is_halved(work->matrix.kind) ? halves : NULL, work->depth, row,
-                              row_end - row, column, num_columns, k, length, (next_column - column) * work->depth};
-        if (work->matrix.kind == PLAIN) dot_patch(&patch);
-        else if (work->matrix.kind == BFLOAT16) dot_bfloat16(&patch);
-        else if (work->matrix.kind == FLOAT16) dot_float16(&patch);
-        else unpack_and_dot(patch);
+        linear_patch patch = {.work = work, .row = row, .num_rows = row_end - row, .column = column,
+                              .num_columns = num_columns, .k = k, .length = length};
+        if (work->matrix.kind == BLOCKS || (has_scales(work->matrix.kind) && row_end - row > 2 * ROW_TILE)) {
+            widen_and_dot(patch);
+            continue;
+        }
+        patch.weights = row_of(&work->matrix, work->depth, column, k);
+        patch.stride = bytes_of(work->matrix.kind, work->depth);
+        patch.scale_stride = scales_of_row(&work->matrix, work->depth);
+        patch.ahead = (next_column - column) * patch.stride;
+        switch (work->matrix.kind) {
+        case PLAIN: dot_plain(&patch); break;
+        case BFLOAT16: dot_bfloat16(&patch); break;
+        case FLOAT16: dot_float16(&patch); break;
+        case AFFINE4: dot_affine4(&patch); break;
+        case SCALED8: dot_scaled8(&patch); break;
+        case SCALED_FP8: dot_fp8(&patch); break;
+        }
     }
     for (; work->bias && row < row_end; row++) {
         float *out = work->out + row * work->num_outputs;

@@ -1,25 +1,41 @@
 /* Rows of a matrix as floats, whatever form it is kept in. Included by native.c. */
 
-/* The same matrix from this row on; one of 16, 8 or 4 bits, or plain. */
+/* The same matrix from this row on; of anything but BLOCKS and TILES. */
 INLINE matrix from_row(matrix source, long depth, long row) {
-    long at = row * depth;
-    if (source.kind == PLAIN) return (matrix){.weight = source.weight + at};
-    if (is_halved(source.kind)) source.packed = (const uint16_t *)source.packed + at;
-    else source.packed = (const uint8_t *)source.packed + (source.kind == AFFINE4 ? at / 2 : at);
-    if (source.scales) source.scales += at / WEIGHT_BLOCK * (source.kind == AFFINE4 ? 2 : 1);
+    weight_row first = row_of(&source, depth, row, 0);
+    if (source.kind == PLAIN) source.weight = (const float *)first.at;
+    else source.packed = first.at;
+    source.scales = first.scales;
     return source;
 }
 
-static void widen_row(long kind, const uint16_t *from, long depth, float *to) {
-    for (; depth >= LANES; depth -= LANES, from += LANES, to += LANES) store(to, load_half(kind, from));
-    if (depth > 0) store_part(to, load_half_part(kind, from, depth), depth);
+INLINE void widen_part(const matrix *source, long kind, long depth, long row, long k, long length, float *to) {
+    weight_row from = row_of(source, depth, row, k);
+    const float *scales = from.scales;
+    long step = step_of(kind), block = k / WEIGHT_BLOCK;
+    for (; length >= step; length -= step, block++, to += step, from.at += bytes_of(kind, step)) {
+        if (has_scales(kind)) from.scales = scales + scale_at(source, block);
+        UNROLL for (int place = 0; place < step; place += LANES) store(to + place, load_weights(kind, from, place));
+    }
+    if (!has_scales(kind) && length > 0) store_part(to, load_last_weights(kind, from, length), length);
+}
+
+/* Numbers k .. k + length of a row; k, and of BLOCKS length too, is a multiple of 32. Of anything but TILES. */
+static void widen_row(const matrix *source, long depth, long row, long k, long length, float *to) {
+    switch (source->kind) {
+    case PLAIN: memcpy(to, source->weight + row * depth + k, (size_t)length * sizeof *to); break;
+    case BFLOAT16: widen_part(source, BFLOAT16, depth, row, k, length, to); break;
+    case FLOAT16: widen_part(source, FLOAT16, depth, row, k, length, to); break;
+    case AFFINE4: widen_part(source, AFFINE4, depth, row, k, length, to); break;
+    case SCALED8: widen_part(source, SCALED8, depth, row, k, length, to); break;
+    case SCALED_FP8: widen_part(source, SCALED_FP8, depth, row, k, length, to); break;
+    default: unpack_blocks(source->packed, depth, row, k, length, to);
+    }
 }
 
 static void look_up_row(const matrix *source, long depth, long row, float *to) {
-    if (source->kind == PLAIN) memcpy(to, source->weight + row * depth, (size_t)depth * sizeof *to);
-    else if (is_halved(source->kind)) widen_row(source->kind, (const uint16_t *)source->packed + row * depth, depth, to);
-    else if (source->kind == TILES) untile_row(source->packed, row, depth, to);
-    else unpack(source, depth, row, 1, 0, depth, to);
+    if (source->kind == TILES) untile_row(source->packed, row, depth, to);
+    else widen_row(source, depth, row, 0, depth, to);
 }
 
 typedef struct {

@@ -38,6 +38,7 @@
 
 typedef float vector __attribute__((vector_size(LANES * 4)));
 typedef int32_t integers __attribute__((vector_size(LANES * 4)));
+typedef uint32_t unsigned_integers __attribute__((vector_size(LANES * 4)));
 typedef float loose_vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 enum {

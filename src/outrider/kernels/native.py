@@ -25,14 +25,15 @@ SOURCES = sorted(SOURCE.parent.glob("*.c"))  # native.c includes the others
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off")
 
 # The work structures of native.c, eight bytes a field. One packed argument is quicker to pass than its fields.
-_LINEAR = struct.Struct("@3q 4q 4q")
+MATRIX = "5q"  # matrix of unpack.c
+_LINEAR = struct.Struct(f"@3q 4q {MATRIX}")
 _NORM = struct.Struct("@5q 3q 2d")
 _GATED = struct.Struct("@2q 4q")
 _ARGMAX = struct.Struct("@2q 3q")
 _ROPE = struct.Struct("@7q 7q 6q 6q")
 _ATTENTION = struct.Struct("@7q 6q 2d 6q 6q")
 _DEQUANTISE = struct.Struct("@2q 6q")
-_LOOK_UP = struct.Struct("@2q 3q 4q")
+_LOOK_UP = struct.Struct(f"@2q 3q {MATRIX}")
 _OPERATIONS = (
     "linear",
     "rms_norm",
@@ -184,11 +185,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed
     return out
 
 
-def matrix_fields(weight: Tensor, packed: Packed | None) -> tuple[int, int, int, int]:
-    """matrix of native.c: the weight, or its other form."""
+def matrix_fields(weight: Tensor, packed: Packed | None) -> tuple[int, int, int, int, int]:
+    """matrix of unpack.c: the weight, or its other form."""
     if packed is None:
-        return _address(weight), 0, 0, 0
-    return 0, packed.data.data_ptr(), 0 if packed.scales is None else packed.scales.data_ptr(), packed.kind
+        return _address(weight), 0, 0, 0, 0
+    scales = 0 if packed.scales is None else packed.scales.data_ptr()
+    return 0, packed.data.data_ptr(), scales, packed.kind, packed.shift
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

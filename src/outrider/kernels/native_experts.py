@@ -7,10 +7,10 @@ import struct
 import torch
 from torch import Tensor
 
-from outrider.kernels.native import _address, _native, matrix_fields
+from outrider.kernels.native import MATRIX, _address, _native, matrix_fields
 from outrider.kernels.packed import PackedStack
 
-_EXPERTS = struct.Struct("@9q 7q 4q 4q")  # experts_work of experts.c
+_EXPERTS = struct.Struct(f"@9q 7q {MATRIX} {MATRIX}")  # experts_work of experts.c
 
 
 def experts(
@@ -47,7 +47,7 @@ def experts(
     return out
 
 
-def _fields(stack: Tensor | PackedStack) -> tuple[int, int, int, int]:
+def _fields(stack: Tensor | PackedStack) -> tuple[int, int, int, int, int]:
     if isinstance(stack, PackedStack):
         return matrix_fields(stack.matrix.data, stack.matrix)
     return matrix_fields(stack, None)

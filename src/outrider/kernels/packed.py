@@ -14,6 +14,7 @@ from outrider.kernels.quantised import Kind, Quantised, scales, unpack_words
 BFLOAT16, AFFINE4, SCALED8, BLOCKS, TILES, FLOAT16, SCALED_FP8 = 1, 2, 3, 4, 5, 6, 7  # as in unpack.c
 HALVES = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 BLOCK = 32
+WHOLE_ROW = 0  # a group of as many numbers as a row has
 TILE_ROWS = 16  # as in tiles.c
 # by the type of a GGUF file's blocks: numbers of a row, bytes of sixteen rows of them (unit_bytes of tiles.c), and
 # where among these the half-precision scales lie
@@ -67,18 +68,29 @@ class Packed:
     # 16 bits [N, K] int16; two weights a byte [N, K / 2] uint8; [N, K] int8 or uint8; or where each part is [parts, 4]
     # int64: address, first row after it, type, and of BLOCKS the bytes of a row, of TILES its `skipped`
     data: Tensor
-    scales: Tensor | None = None  # of every block of 32 along K: scale and offset [N, K / 32, 2], or scale [N, K / 32]
+    scales: Tensor | None = None  # of every group along K: scale and offset [N, G, 2], or scale [N, G]
     parts: tuple[Blocks, ...] | tuple[Tiles, ...] = ()  # one below the other: all there is of the weight
+    group: int = BLOCK  # numbers that share a scale: 32, 64, 128, ..., or WHOLE_ROW
 
     @property
     def num_bytes(self) -> int:
         tensors = [self.data, *([] if self.scales is None else [self.scales]), *(part.data for part in self.parts)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    @property
+    def shift(self) -> int:
+        """2 ** shift blocks are a group."""
+        return 31 if self.group == WHOLE_ROW else (self.group // BLOCK).bit_length() - 1
+
+    def rows(self, first: int, end: int) -> Packed:
+        """Some of its rows, where it has no parts."""
+        assert not self.parts
+        return replace(self, data=self.data[first:end], scales=None if self.scales is None else self.scales[first:end])
+
     def rows_from(self, first: int) -> Packed:
         """Without the first rows."""
         if not self.parts:
-            return Packed(self.kind, self.data[first:], None if self.scales is None else self.scales[first:])
+            return self.rows(first, len(self.data))
         blocks, tiles, passed = [], [], 0
         for part in self.parts:
             num_rows = part.num_rows if isinstance(part, Tiles) else len(part.data)
@@ -105,9 +117,7 @@ class PackedStack:
         return self.matrix.num_bytes
 
     def __getitem__(self, number: int) -> Packed:
-        begin, end = number * self.shape[1], (number + 1) * self.shape[1]
-        scales = None if self.matrix.scales is None else self.matrix.scales[begin:end]
-        return Packed(self.matrix.kind, self.matrix.data[begin:end], scales)
+        return self.matrix.rows(number * self.shape[1], (number + 1) * self.shape[1])
 
 
 def pack_halves(weight: Tensor) -> Packed:
@@ -119,28 +129,34 @@ def pack_quantised(weight: Quantised) -> Packed | None:
     """A matrix in few bits as GPUs have it, in a form for CPUs that stands for the same numbers; None: it has none."""
     if weight.kind is Kind.FP4:  # whose scales are powers of two
         return pack_halves(weight.dense(torch.bfloat16))
-    num_rows, num_columns = len(weight.data), weight.num_columns
-    if weight.order is not None or num_columns % BLOCK or weight.group % BLOCK:
+    num_rows, num_columns, group = len(weight.data), weight.num_columns, weight.group
+    if weight.order is not None or num_columns % BLOCK or group % BLOCK:
         return None
     numbers = unpack_words(weight.data, weight.kind.num_parts, weight.part)[:, :num_columns]
-    scale = _by_block(scales(weight), weight)
+    if group == num_columns:
+        group, repeats = WHOLE_ROW, 1
+    else:
+        shared = group & -group  # the largest power of two that divides it
+        group, repeats = shared, group // shared
+    scale = _by_group(scales(weight), weight, repeats)
     if weight.kind in (Kind.INT4, Kind.UINT4):
-        offset = torch.zeros_like(scale) if weight.offset is None else _by_block(weight.offset, weight)
+        offset = torch.zeros_like(scale) if weight.offset is None else _by_group(weight.offset, weight, repeats)
         if weight.kind is Kind.INT4:
             offset = offset - 8 * scale
         low, high = numbers.unflatten(1, (-1, BLOCK)).chunk(2, dim=2)
-        return Packed(AFFINE4, (low | high << 4).reshape(num_rows, -1), torch.stack([scale, offset], 2).contiguous())
+        data = (low | high << 4).reshape(num_rows, -1)
+        return Packed(AFFINE4, data, torch.stack([scale, offset], 2).contiguous(), group=group)
     if weight.offset is not None:
         return None
-    if weight.kind is Kind.INT8:
-        return Packed(SCALED8, numbers.contiguous().view(torch.int8), scale.contiguous())
-    return Packed(SCALED_FP8, numbers.contiguous(), scale.contiguous())
+    kind = SCALED8 if weight.kind is Kind.INT8 else SCALED_FP8
+    numbers = numbers.contiguous()
+    return Packed(kind, numbers.view(torch.int8) if kind == SCALED8 else numbers, scale.contiguous(), group=group)
 
 
-def _by_block(values: Tensor, weight: Quantised) -> Tensor:
-    """[G, N], one for each group -> [N, K / 32]."""
+def _by_group(values: Tensor, weight: Quantised, repeats: int) -> Tensor:
+    """[G, N], one for each group -> [N, G * repeats]."""
     num_groups = weight.num_columns // weight.group
-    return values[:num_groups].T.float().repeat_interleave(weight.group // BLOCK, dim=1)
+    return values[:num_groups].T.float().repeat_interleave(repeats, dim=1)
 
 
 def pack_blocks(parts: Sequence[Blocks]) -> Packed:
