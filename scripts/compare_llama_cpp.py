@@ -1,6 +1,7 @@
 """Outrider and llama.cpp on the same GGUF file and processors, by turns: tokens/s of whole answers (a short prompt,
 then greedy tokens), their ratio in each turn, seconds to load, and resident memory over the size of the file. Where
 others use the machine too, compare with one thread and by processor time: threads that wait for each other lose more.
+--prompt N reads that many tokens of this project's documentation instead, and times them and the answer's apart.
 
     python scripts/compare_llama_cpp.py MODEL.gguf --batch 1 --batch 8 --other-python /path/to/venv/bin/python
 
@@ -23,6 +24,8 @@ TEXTS = {
     "repetition": "The fox went down to the river and saw a fish. The fish said hello to the fox. " * 3,
     "code": 'def quick_sort(items):\n    """Sort a list of numbers, without changing it, and return a new one."""\n',
 }
+UNITS = ("seconds", "processor_s")
+DOCUMENTS = ("docs/tour.md", "docs/compatibility.md", "docs/serve.md", "docs/training.md")
 MAX_LEN = 1024
 
 
@@ -42,6 +45,10 @@ def main() -> None:
     for text in options.text:
         for batch in options.batch:
             show(f"{text}, batch {batch}", race(processes, TEXTS[text], batch, options))
+    for length in options.prompt:
+        read_prompt, answered = race_prompt(processes, length, options)
+        show(f"prompt of {length} tokens", read_prompt)
+        show(f"{options.tokens} tokens after it", answered)
     for name, process in processes.items():
         resident = ask(process, {})["resident"]
         print(f"{name}: {resident / 1e6:.0f} MB resident, {resident / file_bytes:.2f} of the file")
@@ -53,6 +60,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("model", help="a .gguf file")
     parser.add_argument("--batch", type=int, action="append", help="answers at once; may be given several times")
     parser.add_argument("--text", choices=TEXTS, action="append", help="what is gone on with; several times, too")
+    parser.add_argument("--prompt", type=int, action="append", default=[], help="tokens to read; several times, too")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
@@ -62,7 +70,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--with-draft", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.batch, options.text = options.batch or [1], options.text or ["story"]
+    options.batch, options.text = options.batch or [1], options.text or ([] if options.prompt else ["story"])
+    options.max_len = max([MAX_LEN, *(length + options.tokens + 64 for length in options.prompt)])
     return options
 
 
@@ -73,6 +82,8 @@ def start(name: str, command: list[str], options: argparse.Namespace) -> subproc
     python, *draft = command
     given = [python, __file__, options.model, "--side", name, "--threads", str(options.threads)]
     given += ["--cpu-activations", options.cpu_activations, "--batch", str(max(options.batch))]
+    given += [word for length in options.prompt for word in ("--prompt", str(length))]
+    given += ["--tokens", str(options.tokens)]
     given += ["--with-draft", draft[0]] if draft else []
     return subprocess.Popen(given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -101,8 +112,26 @@ def race(
         for name, process in processes.items():
             took = ask(process, {"text": text, "batch": batch, "tokens": options.tokens})
             if turn:
-                found[name].append([batch * options.tokens / took[each] for each in ("seconds", "processor_s")])
+                found[name].append([batch * options.tokens / took[each] for each in UNITS])
     return found
+
+
+def race_prompt(
+    processes: dict[str, subprocess.Popen[str]], length: int, options: argparse.Namespace
+) -> tuple[dict[str, list[list[float]]], dict[str, list[list[float]]]]:
+    """The same of a prompt's tokens, up to the answer's first, and of those that follow."""
+    folder = Path(__file__).parent.parent
+    text = "\n".join((folder / name).read_text() for name in DOCUMENTS)
+    reading: dict[str, list[list[float]]] = {name: [] for name in processes}
+    answering: dict[str, list[list[float]]] = {name: [] for name in processes}
+    for turn in range(options.turns + 1):
+        for name, process in processes.items():
+            question = {"text": text, "length": length, "batch": 1}
+            first, whole = (ask(process, question | {"tokens": 1 + more}) for more in (0, options.tokens))
+            if turn:
+                reading[name].append([length / first[each] for each in UNITS])
+                answering[name].append([options.tokens / (whole[each] - first[each]) for each in UNITS])
+    return reading, answering
 
 
 def show(title: str, found: dict[str, list[list[float]]]) -> None:
@@ -130,7 +159,7 @@ def serve(options: argparse.Namespace) -> None:
             print(json.dumps({"resident": resident_bytes()}), flush=True)
             continue
         began, busy = time.perf_counter(), time.process_time()
-        side.answer(question["text"], question["batch"], question["tokens"])
+        side.answer(question["text"], question.get("length"), question["batch"], question["tokens"])
         took = {"seconds": time.perf_counter() - began, "processor_s": time.process_time() - busy}
         print(json.dumps(took), flush=True)
 
@@ -153,18 +182,19 @@ class Outrider:
         self.llm = LLM(
             options.model,
             drafts,
-            max_model_len=MAX_LEN,
+            max_model_len=options.max_len,
             max_num_seqs=max(options.batch),
             threads=options.threads,
             cpu_activations=options.cpu_activations,
             enable_prefix_caching=False,
         )
 
-    def answer(self, text: str, batch: int, num_tokens: int) -> None:
-        from outrider import SamplingParams
+    def answer(self, text: str, length: int | None, batch: int, num_tokens: int) -> None:
+        from outrider import SamplingParams, TokensPrompt
 
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        self.llm.generate([text] * batch, params)
+        prompt = self.llm.get_tokenizer().encode(text)[:length]
+        self.llm.generate([TokensPrompt(prompt_token_ids=prompt)] * batch, params)
 
 
 class LlamaCpp:
@@ -182,19 +212,20 @@ class LlamaCpp:
         self.model = llama_cpp.llama_model_load_from_file(options.model.encode(), settings)
         self.vocabulary = llama_cpp.llama_model_get_vocab(self.model)
         chosen = llama_cpp.llama_context_default_params()
-        chosen.n_ctx, chosen.n_seq_max = MAX_LEN * max(options.batch), max(options.batch)
+        chosen.n_ctx, chosen.n_seq_max = options.max_len * max(options.batch), max(options.batch)
+        chosen.n_batch = chosen.n_ctx
         chosen.n_threads = chosen.n_threads_batch = options.threads
         chosen.kv_unified = False
         self.context = llama_cpp.llama_init_from_model(self.model, chosen)
         self.size = llama_cpp.llama_vocab_n_tokens(self.vocabulary)
-        self.room = llama_cpp.llama_batch_init(MAX_LEN * max(options.batch), 0, 1)
+        self.room = llama_cpp.llama_batch_init(chosen.n_ctx, 0, 1)
 
-    def answer(self, text: str, batch: int, num_tokens: int) -> None:
+    def answer(self, text: str, length: int | None, batch: int, num_tokens: int) -> None:
         import numpy
 
         api = self.api
         api.llama_memory_clear(api.llama_get_memory(self.context), True)
-        prompt = self._tokens(text)
+        prompt = self._tokens(text)[:length]
         rows = [(token, place, sequence) for sequence in range(batch) for place, token in enumerate(prompt)]
         ends = [(sequence + 1) * len(prompt) - 1 for sequence in range(batch)]
         for place in range(len(prompt), len(prompt) + num_tokens):
@@ -205,8 +236,9 @@ class LlamaCpp:
             ends = list(range(batch))
 
     def _tokens(self, text: str) -> list[int]:
-        raw, room = text.encode(), (self.api.llama_token * 512)()
-        count = self.api.llama_tokenize(self.vocabulary, raw, len(raw), room, 512, True, True)
+        raw = text.encode()
+        room = (self.api.llama_token * (len(raw) + 2))()
+        count = self.api.llama_tokenize(self.vocabulary, raw, len(raw), room, len(room), True, True)
         return list(room[:count])
 
     def _decode(self, rows: list[tuple[int, int, int]], wanted: set[int]) -> None:

@@ -185,8 +185,8 @@ def test_decoding_that_stands_still_is_unhealthy(serve: Serve, llm: LLM, monkeyp
 
 
 def test_drain_lets_running_requests_finish(serve: Serve) -> None:
-    body = SHORT | {"max_tokens": 100}
-    with serve(drain=20) as running, ThreadPoolExecutor() as pool:
+    body = SHORT | {"max_tokens": 1000}  # still under way when it has been asked whether it is ready
+    with serve(drain=60) as running, ThreadPoolExecutor() as pool:
         expected = text_of(running.post(PATH, body))
         with streaming(running, body) as lines:
             whole = pool.submit(running.post, PATH, body)
