@@ -67,6 +67,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--draft", action="append", default=[], help="a method such as ngram, or a .gguf file")
     parser.add_argument("--other-python", default=sys.executable, help="the interpreter that has llama-cpp-python")
     parser.add_argument("--cpu-activations", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--with-draft", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -81,7 +82,8 @@ def read_options() -> argparse.Namespace:
 def start(name: str, command: list[str], options: argparse.Namespace) -> subprocess.Popen[str]:
     python, *draft = command
     given = [python, __file__, options.model, "--side", name, "--threads", str(options.threads)]
-    given += ["--cpu-activations", options.cpu_activations, "--batch", str(max(options.batch))]
+    given += ["--cpu-activations", options.cpu_activations, "--kv-cache-dtype", options.kv_cache_dtype]
+    given += ["--batch", str(max(options.batch))]
     given += [word for length in options.prompt for word in ("--prompt", str(length))]
     given += ["--tokens", str(options.tokens)]
     given += ["--with-draft", draft[0]] if draft else []
@@ -186,6 +188,7 @@ class Outrider:
             max_num_seqs=max(options.batch),
             threads=options.threads,
             cpu_activations=options.cpu_activations,
+            kv_cache_dtype=options.kv_cache_dtype,
             enable_prefix_caching=False,
         )
 

@@ -23,7 +23,7 @@ DTYPES = {
     "half": torch.float16,
 }
 CPU_ACTIVATIONS = ("auto", "int8", "float32")
-KV_CACHE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8", "float16", "float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class BatchLimits:
     max_num_batched_tokens: int
 
 
-CPU_LIMITS, GPU_LIMITS = BatchLimits(16, 2048), BatchLimits(256, 8192)
+CPU_LIMITS, GPU_LIMITS = BatchLimits(16, 512), BatchLimits(256, 8192)
 
 
 def batch_limits(device: str) -> BatchLimits:
@@ -218,7 +218,7 @@ class EngineConfig:
     watchdog: WatchdogConfig | None = WatchdogConfig()
     enforce_eager: bool = False  # no CUDA graphs
     quantization: str | None = None  # how the target is quantised; on a GPU, dense matrices can be rounded to fp8, int4
-    kv_cache_dtype: str = "auto"  # of keys and values; on a GPU, fp8 takes half the memory and half the reading
+    kv_cache_dtype: str = "auto"  # of keys and values: fp8 on a GPU, float16 or float32 on a CPU; auto: cache_dtype.py
     cpu_activations: str = "auto"  # what GGUF matrices are multiplied by on a CPU: int8 (auto, if it pays) or float32
     exact: bool = False  # on a GPU too, no token depends on what else is computed with it, to the last bit
     threads: int | None = None  # of the CPU, for the whole process; None: as many as the machine has to spare

@@ -175,7 +175,8 @@ def open_pair(
         loaded: list[tuple[Target | Drafter, Checkpoint]] = [(target, checkpoint)]
         if drafter is not None and drafter_checkpoint is not None and is_drafting:
             loaded.append((drafter, drafter_checkpoint))
-        choose_pages(config, target, drafter)
+        in_few_bits = {module for module, source in loaded if _is_tiled(config, module, source)}
+        choose_pages(config, target, drafter, in_few_bits)
         bounded, demand = _bounded(config, target), demand_of(target, drafter)
         with startup.timed("weights"):
             if not keeps:
@@ -280,8 +281,8 @@ def _load(
     """Weights, in the forms that they are computed with. `kinds`: what matrices of each checkpoint are rounded to."""
     kept: KeptBlocks = {}
     for module, source in loaded:
-        as_stored = can_keep_blocks(module, source, small_too=config.cpu_activations == "int8")
-        forms = Forms(kept, as_stored, _is_tiled(config), kinds[source], _packing(module))
+        as_stored = _keeps_blocks(config, module, source)
+        forms = Forms(kept, as_stored, _is_tiled(config, module, source), kinds[source], _packing(module))
         load_weights(module, source, progress, forms)
     for module, _ in loaded:
         share_blocks(module, kept)
@@ -294,10 +295,15 @@ def _packing(module: Target | Drafter) -> Packing | None:
         return packing_of(module, halves=isinstance(module, Drafter))
 
 
-def _is_tiled(config: EngineConfig) -> bool:
+def _keeps_blocks(config: EngineConfig, module: Target | Drafter, source: Checkpoint) -> bool:
+    return can_keep_blocks(module, source, small_too=config.cpu_activations == "int8")
+
+
+def _is_tiled(config: EngineConfig, module: Target | Drafter, source: Checkpoint) -> bool:
     """Whether matrices of a GGUF file that stay quantised are multiplied in whole numbers: it is what such files are
     made for, and several times as fast. Rows stay independent of each other, so what holds of floats holds here."""
-    return config.cpu_activations != "float32"
+    is_kept = isinstance(source, GgufCheckpoint) and _keeps_blocks(config, module, source)
+    return is_kept and config.cpu_activations != "float32" and config.torch_device.type == "cpu"
 
 
 def _check_activations(config: EngineConfig, checkpoints: Iterable[Checkpoint]) -> None:
@@ -322,9 +328,8 @@ def _weight_bytes(loaded: Sequence[tuple[Target | Drafter, Checkpoint]], config:
     """What the weights will take, at most."""
     total = 0
     for module, source in loaded:
-        small_too = config.cpu_activations == "int8"
-        if isinstance(source, GgufCheckpoint) and can_keep_blocks(module, source, small_too=small_too):
-            total += source.held_bytes(tiled=_is_tiled(config))
+        if isinstance(source, GgufCheckpoint) and _keeps_blocks(config, module, source):
+            total += source.held_bytes(tiled=_is_tiled(config, module, source))
         else:
             total += stored_bytes(module, source, _packing(module))
     return total

@@ -65,11 +65,11 @@ def test_a_whole_model_says_what_the_definition_says(
 ) -> None:
     """But for where the last bits of floats decide to which step a number is rounded."""
     path = written(tmp_path / "model.gguf", types, family)
-    with LLM(path, None, max_model_len=64, cpu_activations="int8") as llm:
+    with LLM(path, None, max_model_len=64, cpu_activations="int8", kv_cache_dtype="float16") as llm:
         found = first_token(llm)
     monkeypatch.setattr("outrider.layers.packing.SMALL_MODEL", 0)
     monkeypatch.setattr(AttentionShape, "is_plain", False)
-    with LLM(path, None, max_model_len=64, cpu_activations="float32") as llm:
+    with LLM(path, None, max_model_len=64, cpu_activations="float32", kv_cache_dtype="float16") as llm:
         floats = first_token(llm)
         monkeypatch.setattr(native, "linear", slow_linear)
         expected = first_token(llm)

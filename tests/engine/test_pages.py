@@ -73,11 +73,27 @@ def test_hashes_go_on_from_a_parent() -> None:
 
 
 def test_the_oldest_free_page_goes_first() -> None:
-    pool = PagePool(4)
+    """Of those that somebody may find."""
+    pool = PagePool(5)
     first, second = pool.allocate(1), pool.allocate(2)
     assert first is not None
     assert second is not None
+    for page, name in zip(first + second, page_hashes(list(range(12)), PAGE), strict=True):
+        pool.name(page, name)
     pool.release(first)
     pool.release(second)
-    assert pool.allocate(3) == [*first, *reversed(second)]
+    assert pool.allocate(4) == [4, *first, *reversed(second)]
     assert pool.allocate(1) is None
+
+
+def test_what_nobody_can_find_is_taken_before_memory_that_was_never_used() -> None:
+    pool = PagePool(9)
+    pages = pool.allocate(4)
+    assert pages == [1, 2, 3, 4]
+    for page, name in zip(pages, page_hashes(list(range(8)), PAGE), strict=False):
+        pool.name(page, name)
+    pool.release(pages)
+    assert pool.allocate(3) == [3, 4, 5], "those without a name, then a fresh one"
+    pool.release([3, 4, 5])
+    pool.forget([1])
+    assert pool.allocate(8) == [1, 3, 4, 5, 6, 7, 8, 2]

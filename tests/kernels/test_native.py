@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from older_processors import MARCHES, use_older_processor
 from torch import Tensor
 from torch.nn import functional
 
@@ -190,6 +191,31 @@ def test_rope_write(num_rows: int, key_heads: int, group: int, dim: int, half: i
     expected[0][locations[written]] = rotate(key, angles.cos(), angles.sin())[written]
     expected[1][locations[written]] = value[written].double()
     assert_close(pages.flatten(1, 2), expected)
+    halves = torch.full_like(pages, 7.0, dtype=torch.float16)
+    assert native.rope_write(query, key, value, angles.cos(), angles.sin(), *halves, locations).equal(out)
+    assert halves.equal(pages.half())
+
+
+@needs_compiler
+@pytest.mark.parametrize("march", [None, *MARCHES])
+def test_pages_of_half_precision_hold_the_nearest_number(
+    march: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Halfway between two, the even one; what is too large becomes the largest; NaN stays NaN."""
+    if march is not None:
+        use_older_processor(march, tmp_path, monkeypatch)
+    exact = torch.arange(0, 0x7C00, dtype=torch.int16).view(torch.float16).float()  # all that are finite, from 0 on
+    halfway = (exact[1:] + exact[:-1]) / 2
+    beside = [torch.nextafter(halfway, torch.tensor(end)) for end in (0.0, torch.inf)]
+    odd = torch.tensor([65519.0, 65520.0, 1e30, torch.inf, torch.nan, 1e-30, 0.1])
+    x = torch.cat([exact, halfway, *beside, odd])
+    x = functional.pad(torch.cat([x, -x]), (0, -2 * len(x) % 21)).view(-1, 3, 7)
+    nothing, pages = torch.zeros(len(x), 1), torch.zeros(2, 1, len(x), 3, 7, dtype=torch.float16)
+    native.rope_write(x, x, x, nothing.cos(), nothing, *pages, torch.arange(len(x)))
+    expected = x.clamp(-65504, 65504).half()
+    assert torch.equal(pages[1, 0].nan_to_num(1.0), expected.nan_to_num(1.0))
+    assert pages[1, 0].isnan().equal(x.isnan())
+    assert pages[0].nan_to_num(1.0).equal(pages[1].nan_to_num(1.0))  # turned by nothing
 
 
 @needs_compiler
@@ -295,6 +321,7 @@ class Scene:
     first_key=st.sampled_from([0, 0, 1, 40, 130]),
     with_last_key=st.booleans(),
     num_threads=st.integers(1, 3),
+    halves=st.booleans(),
     seed=seeds,
 )
 def test_attention_equals_float64(
@@ -310,8 +337,10 @@ def test_attention_equals_float64(
     first_key: int,
     with_last_key: bool,
     num_threads: int,
+    halves: bool,
     seed: int,
 ) -> None:
+    """Pages of half precision give what floats of the same value give, to the last bit."""
     torch.set_num_threads(num_threads)
     lengths = [num_rows + more for num_rows, more in zip(rows, extra, strict=False)]
     scene = Scene(seed, rows, [max(1, length) for length in lengths], page_size, (group * key_heads, key_heads, *dims))
@@ -322,7 +351,14 @@ def test_attention_equals_float64(
         "sinks": scene.sinks if with_sinks else None,
         "last_key": scene.last_key if with_last_key else None,
     }
-    assert_close(scene.attend(**options), scene.reference(**options))  # type: ignore[arg-type]
+    pages = scene.key_pages.half(), scene.value_pages.half()
+    if halves:
+        scene.key_pages, scene.value_pages = (each.float() for each in pages)
+    attended = scene.attend(**options)
+    assert_close(attended, scene.reference(**options))  # type: ignore[arg-type]
+    if halves:
+        scene.key_pages, scene.value_pages = pages
+        assert scene.attend(**options).equal(attended)
 
 
 @needs_compiler
@@ -428,6 +464,7 @@ def test_torch_and_the_kernels_share_one_openmp() -> None:
     script = """
 import torch
 from pathlib import Path
+
 from outrider.kernels import native
 
 def runtimes():

@@ -1,5 +1,6 @@
-"""Who owns which page: reference counts, reuse of pages whose tokens come again, oldest free page first.
-A page's name is the hash of all tokens up to its end, so equal prefixes share pages."""
+"""Who owns which page: reference counts, and reuse of pages whose tokens come again. A page's name is the hash of all
+tokens up to its end, so equal prefixes share pages. Pages that nobody can find are taken first, as their memory is in
+use already; then those that never were used; then those that have been free for longest."""
 
 from __future__ import annotations
 
@@ -93,11 +94,15 @@ class PagePool:
             self._references[page] -= 1
             if self._references[page] == 0:
                 self._free[page] = None
+                if page not in self._name_of:
+                    self._free.move_to_end(page, last=False)
 
     def forget(self, pages: Sequence[int]) -> None:
         """Nobody will find these pages again; those who use them go on doing so."""
         for page in pages:
             self._forget(page)
+            if page in self._free:
+                self._free.move_to_end(page, last=False)
 
     def check(self) -> None:
         """Raises if the books do not balance; cheap enough for tests after every step."""

@@ -155,35 +155,65 @@ static void blend_pairs(const blend *b, long num_pairs) {
     }
 }
 
-INLINE void fetch(const float *p, long count) {
-    for (long i = 0; i < count; i += 16) __builtin_prefetch(p + i, 0, 2);
+INLINE void fetch(const void *p, long num_bytes) {
+    for (long i = 0; i < num_bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
 }
 
 /* Where the keys (or values) of a tile's head lie, for keys from begin to end of a block. */
 static void find_rows(const attention_work *work, const query_tile *tile, const page_view *view, long block, long begin,
-                      long end, const float **rows) {
+                      long end, const void **rows) {
     const int32_t *table = work->page_table + tile->request * work->table_width;
-    long stride = view->row_stride;
+    long stride = page_bytes(view, view->row_stride), first = page_bytes(view, tile->key_head * view->head_dim);
     for (long i = begin; i < end;) {
         long key = block * KEY_BLOCK + i, offset = key % view->page_size;
         long page_end = smaller(end, i + view->page_size - offset);
-        const float *row = page_row(view, table[key / view->page_size], offset) + tile->key_head * view->head_dim;
+        const char *row = (const char *)page_row(view, table[key / view->page_size], offset) + first;
         for (; i < page_end; i++, row += stride) rows[i] = row;
     }
 }
 
+/* Up to LANES numbers of a row of a page. */
+INLINE vector load_page(const void *row, long at, long left, int halves) {
+    if (!halves) return load_up_to((const float *)row + at, left);
+    const uint8_t *from = (const uint8_t *)row + at * 2;
+    return left >= LANES ? load_float16(from) : load_last_weights(FLOAT16, (weight_row){from, NULL}, left);
+}
+
+/* The keys of a block and their values, of one head, from begin to end. */
+typedef struct {
+    const void *keys[KEY_BLOCK], *values[KEY_BLOCK];
+    long begin, end;
+} head_rows;
+
 /* flat[dim][key] = keys[key][dim]; meanwhile the values of these keys are on their way. */
-static void transpose_keys(const float *const *keys, const float *const *values, long begin, long end, long dim,
-                           long value_dim, float *flat) {
+INLINE void transpose_some(const head_rows *rows, const page_view *view, long value_bytes, float *flat,
+                           int halves) {
+    long begin = rows->begin, end = rows->end, dim = view->head_dim;
     for (long group = begin / LANES * LANES; group < end; group += LANES) {
-        for (long i = larger(begin, group); i < smaller(end, group + LANES); i++) fetch(values[i], value_dim);
+        for (long i = larger(begin, group); i < smaller(end, group + LANES); i++) fetch(rows->values[i], value_bytes);
         for (long d = 0; d < dim; d += LANES) {
             vector square[LANES];
             for (long i = 0; i < LANES; i++) /* outside, any key will do: its score is never looked at */
-                square[i] = load_up_to(keys[larger(begin, smaller(end - 1, group + i))] + d, dim - d);
+                square[i] = load_page(rows->keys[larger(begin, smaller(end - 1, group + i))], d, dim - d, halves);
             transpose(square);
             for (long i = 0; i < smaller(LANES, dim - d); i++) store(flat + (d + i) * KEY_BLOCK + group, square[i]);
         }
+    }
+}
+
+static void transpose_keys(const attention_work *work, const head_rows *rows, float *flat) {
+    long value_bytes = page_bytes(&work->values, work->values.head_dim);
+    if (work->keys.halves) transpose_some(rows, &work->keys, value_bytes, flat, 1);
+    else transpose_some(rows, &work->keys, value_bytes, flat, 0);
+}
+
+/* Where values lie as floats: where they are, or, of half precision, in `wide`. */
+static void widen_values(const attention_work *work, const head_rows *rows, float *wide, const float **values) {
+    long dim = work->values.head_dim;
+    for (long i = rows->begin; i < rows->end; i++) {
+        values[i] = work->values.halves ? wide + i * dim : rows->values[i];
+        for (long d = 0; work->values.halves && d < dim; d += LANES)
+            store_up_to(wide + i * dim + d, load_page(rows->values[i], d, dim - d, 1), dim - d);
     }
 }
 
@@ -227,7 +257,7 @@ static void blend_values(const attention_work *work, const query_tile *tile, con
 
 /* The keys that a thread will need next, fetched a share at a time while it works. */
 typedef struct {
-    const float *keys[KEY_BLOCK];
+    const void *keys[KEY_BLOCK];
     long begin, end;
 } upcoming;
 
@@ -241,16 +271,20 @@ static void find_upcoming(const attention_work *work, const query_tile *tile, lo
 static void attend_block(const attention_work *work, const query_tile *tile, const float *query, long block,
                          const upcoming *next, float *parts) {
     long dim = work->keys.head_dim, width = partial_width(work), num_pairs = tile->num_rows * tile->num_heads;
+    long key_bytes = page_bytes(&work->keys, dim);
     ALIGNED float scores[QUERY_TILE * KEY_BLOCK], flat[dim * KEY_BLOCK];
-    const float *keys[KEY_BLOCK], *values[KEY_BLOCK], *flat_rows[dim];
+    ALIGNED float wide[work->values.halves ? KEY_BLOCK * work->values.head_dim : 1];
+    const float *values[KEY_BLOCK], *flat_rows[dim];
     key_ranges ranges = find_ranges(tile, block);
     memset(parts, 0, (size_t)(num_pairs * width) * sizeof(float));
     if (ranges.any_begin < ranges.any_end) {
         long start = ranges.any_begin / LANES * LANES;
         long num_lanes = ceil_div(ranges.any_end - start, LANES) * LANES;
-        find_rows(work, tile, &work->keys, block, ranges.any_begin, ranges.any_end, keys);
-        find_rows(work, tile, &work->values, block, ranges.any_begin, ranges.any_end, values);
-        transpose_keys(keys, values, ranges.any_begin, ranges.any_end, dim, work->values.head_dim, flat);
+        head_rows rows = {.begin = ranges.any_begin, .end = ranges.any_end};
+        find_rows(work, tile, &work->keys, block, rows.begin, rows.end, rows.keys);
+        find_rows(work, tile, &work->values, block, rows.begin, rows.end, rows.values);
+        transpose_keys(work, &rows, flat);
+        widen_values(work, &rows, wide, values);
         for (long d = 0; d < dim; d++) flat_rows[d] = flat + d * KEY_BLOCK + start;
         memset(scores, 0, (size_t)(num_pairs * KEY_BLOCK) * sizeof(float));
         blend b = {query, dim, flat_rows, 0, dim, scores + start, KEY_BLOCK, num_lanes};
@@ -259,7 +293,7 @@ static void attend_block(const attention_work *work, const query_tile *tile, con
     for (long pair = 0; pair < num_pairs; pair++) {
         partial soft = {-INFINITY, 0.0f};
         long begin = ranges.begin[pair / tile->num_heads], end = ranges.end[pair / tile->num_heads];
-        for (long key = next->begin + pair; key < next->end; key += num_pairs) fetch(next->keys[key], dim);
+        for (long key = next->begin + pair; key < next->end; key += num_pairs) fetch(next->keys[key], key_bytes);
         if (begin < end) soft = soften(scores + pair * KEY_BLOCK, begin, end, (float)work->softcap);
         memcpy(parts + pair * width, &soft, sizeof soft);
     }

@@ -16,7 +16,7 @@ from outrider.kernels.packed import Packed
 from outrider.types import Batch
 
 # block_layer, block_call and stack_call of block.c: eight bytes a field
-_LAYER = struct.Struct("@" + native.MATRIX * 4 + "10q 6q 6d 6q 6q")
+_LAYER = struct.Struct("@" + native.MATRIX * 4 + f"10q 6q 6d {native.PAGES} {native.PAGES}")
 _CALL = struct.Struct("@11q 6q")
 _STACK = struct.Struct("@6q 11q 6q")
 MATRICES = ("qkv", "output", "gate_up", "down")
@@ -69,8 +69,8 @@ class NativeBlock:
             0.0,
             shape.norm_offset,
             shape.head_offset,
-            *native._page_view(pages[0]),
-            *native._page_view(pages[1]),
+            *native.page_view(pages[0]),
+            *native.page_view(pages[1]),
         )
         self._layer = ctypes.create_string_buffer(packed, len(packed))
         self.address = ctypes.addressof(self._layer)

@@ -26,12 +26,13 @@ FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
 
 # The work structures of native.c, eight bytes a field. One packed argument is quicker to pass than its fields.
 MATRIX = "5q"  # matrix of unpack.c
+PAGES = "7q"  # page_view of rows.c
 _LINEAR = struct.Struct(f"@3q 4q {MATRIX}")
 _NORM = struct.Struct("@5q 3q 2d")
 _GATED = struct.Struct("@2q 4q")
 _ARGMAX = struct.Struct("@2q 3q")
-_ROPE = struct.Struct("@7q 7q 6q 6q")
-_ATTENTION = struct.Struct("@7q 6q 2d 6q 6q")
+_ROPE = struct.Struct(f"@7q 7q {PAGES} {PAGES}")
+_ATTENTION = struct.Struct(f"@7q 6q 2d {PAGES} {PAGES}")
 _DEQUANTISE = struct.Struct("@2q 6q")
 _LOOK_UP = struct.Struct(f"@2q 3q {MATRIX}")
 _OPERATIONS = (
@@ -250,7 +251,7 @@ def rope_write(
     fused tensor: only their last two dimensions must be dense."""
     num_rows, num_heads, dim = query.shape
     num_angles, half = cosine.shape
-    keys, values = _page_view(key_pages), _page_view(value_pages)
+    keys, values = page_view(key_pages), page_view(value_pages)
     assert num_angles == num_rows, (cosine.shape, query.shape)
     assert 2 * half <= dim == keys[5], (cosine.shape, query.shape, key_pages.shape)
     assert keys[3] == values[3], (key_pages.shape, value_pages.shape)
@@ -265,8 +266,8 @@ def rope_write(
         out.data_ptr(),
         num_rows,
         _row_stride(query, num_rows, num_heads, dim),
-        _row_stride(key, num_rows, *keys[4:]),
-        _row_stride(value, num_rows, *values[4:]),
+        _row_stride(key, num_rows, *keys[4:6]),
+        _row_stride(value, num_rows, *values[4:6]),
         num_heads,
         half,
         torch.get_num_threads(),
@@ -299,7 +300,7 @@ def paged_attention(
     take weight and bring no value."""
     query = query.contiguous()
     num_rows, num_heads, dim = query.shape
-    keys, values = _page_view(key_pages), _page_view(value_pages)
+    keys, values = page_view(key_pages), page_view(value_pages)
     num_requests, table_width = page_table.shape
     assert keys[3:5] == values[3:5], (key_pages.shape, value_pages.shape)
     assert keys[5] == dim, (query.shape, key_pages.shape)
@@ -373,10 +374,12 @@ def _row_stride(rows: Tensor, num_rows: int, num_heads: int, dim: int) -> int:
     return row
 
 
-def _page_view(pages: Tensor) -> tuple[int, int, int, int, int, int]:
-    """page_view of native.c; pages [P, page, heads, dim] and their rows may lie apart, each row must be dense."""
+def page_view(pages: Tensor) -> tuple[int, int, int, int, int, int, int]:
+    """page_view of rows.c; pages [P, page, heads, dim] of float32 or float16, and their rows, may lie apart, each row
+    must be dense."""
     _, page_size, num_heads, dim = pages.shape
-    stride = pages.stride()
-    as_taken = pages.dtype is torch.float32 and pages.is_cpu and stride[3] == 1 and (stride[2] == dim or num_heads == 1)
-    assert as_taken, f"expected dense rows of float32 on the CPU: {pages.dtype}, {pages.device}, strides {stride}"
-    return pages.data_ptr(), stride[0], stride[1], page_size, num_heads, dim
+    stride, halves = pages.stride(), pages.dtype is torch.float16
+    is_dense = stride[3] == 1 and (stride[2] == dim or num_heads == 1)
+    as_taken = (halves or pages.dtype is torch.float32) and pages.is_cpu and is_dense
+    assert as_taken, f"expected dense rows on the CPU: {pages.dtype}, {pages.device}, strides {stride}"
+    return pages.data_ptr(), stride[0], stride[1], page_size, num_heads, dim, int(halves)

@@ -60,11 +60,11 @@ def rope_write_reference(
 
 
 def rounded(x: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """As pages of this type hold it: in 8 bits the largest number stands for what is larger."""
+    """As pages of this type hold it: the largest number stands for what is larger."""
+    most = torch.finfo(dtype).max
     if dtype.itemsize == 1:
-        most = torch.finfo(dtype).max
-        x = (x.float() * (1 / scale)).clamp(-most, most)
-    return x.to(dtype)
+        x = x.float() * (1 / scale)
+    return (x.clamp(-most, most) if most < torch.finfo(x.dtype).max else x).to(dtype)
 
 
 @dataclass(frozen=True)

@@ -114,12 +114,55 @@ EXPORT void outrider_row_argmax(const argmax_work *work) {
 }
 
 typedef struct {
-    const float *pages;
-    long page_stride, row_stride, page_size, num_heads, head_dim;
+    const void *pages; /* floats, or (halves) numbers of half precision */
+    long page_stride, row_stride, page_size, num_heads, head_dim, halves;
 } page_view;
 
-INLINE float *page_row(const page_view *view, long page, long offset) {
-    return (float *)view->pages + page * view->page_stride + offset * view->row_stride;
+INLINE long page_bytes(const page_view *view, long count) { return count * (view->halves ? 2 : 4); }
+
+INLINE void *page_row(const page_view *view, long page, long offset) {
+    return (char *)view->pages + page_bytes(view, page * view->page_stride + offset * view->row_stride);
+}
+
+/* The nearest number of half precision; what is too large for any becomes the largest. NaN stays NaN. */
+INLINE uint16_t half_of(float x) {
+    uint32_t bits, sign;
+    x = x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x;
+    memcpy(&bits, &x, sizeof bits);
+    sign = bits >> 16 & 0x8000, bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+    if (bits < 0x38800000) { /* below the least normal one: adding a half leaves as many bits as it can have */
+        float moved;
+        memcpy(&moved, &bits, sizeof bits);
+        moved += 0.5f;
+        memcpy(&bits, &moved, sizeof bits);
+        return (uint16_t)(sign | (bits - 0x3f000000));
+    }
+    return (uint16_t)(sign | (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
+}
+
+static void store_halves(const float *from, long count, uint16_t *to) {
+    long i = 0;
+#if LANES == 16
+    for (; i + LANES <= count; i += LANES) {
+        vector x = smallest(spread(65504.0f), greatest(spread(-65504.0f), load(from + i)));
+        _mm256_storeu_si256((__m256i *)(to + i), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+    }
+#elif LANES == 8 && defined(__F16C__)
+    for (; i + LANES <= count; i += LANES) {
+        vector x = smallest(spread(65504.0f), greatest(spread(-65504.0f), load(from + i)));
+        _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
+    for (; i < count; i++) to[i] = half_of(from[i]);
+}
+
+/* The numbers of all heads of a row, as pages keep them. */
+static void write_page_row(const page_view *view, int64_t location, const float *numbers) {
+    void *to = page_row(view, location / view->page_size, location % view->page_size);
+    long count = view->num_heads * view->head_dim;
+    if (view->halves) store_halves(numbers, count, to);
+    else memcpy(to, numbers, (size_t)count * sizeof *numbers);
 }
 
 typedef struct {
@@ -145,16 +188,15 @@ static void rotate(const rope_work *work, const float *x, float *out, long row, 
 static void rope_rows(const void *opaque, long first, long end) {
     const rope_work *work = opaque;
     long query_width = work->num_query_heads * work->keys.head_dim;
-    size_t value_bytes = (size_t)(work->values.num_heads * work->values.head_dim) * sizeof(float);
+    float turned[work->keys.num_heads * work->keys.head_dim];
     for (long row = first; row < end; row++) {
         rotate(work, work->query + row * work->query_stride, work->query_out + row * query_width, row,
                work->num_query_heads);
         int64_t location = work->write_locations[row];
         if (location < 0) continue;
-        long page = location / work->keys.page_size, offset = location % work->keys.page_size;
-        rotate(work, work->key + row * work->key_stride, page_row(&work->keys, page, offset), row,
-               work->keys.num_heads);
-        memcpy(page_row(&work->values, page, offset), work->value + row * work->value_stride, value_bytes);
+        rotate(work, work->key + row * work->key_stride, turned, row, work->keys.num_heads);
+        write_page_row(&work->keys, location, turned);
+        write_page_row(&work->values, location, work->value + row * work->value_stride);
     }
 }
 
