@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams, host_memory
-from outrider.host_memory import Arena, give_back, give_back_freed, use_large_pages, zeros
+from outrider.host_memory import (
+    LARGE_RESULT,
+    MOST_KEPT,
+    Arena,
+    Results,
+    give_back,
+    give_back_freed,
+    use_large_pages,
+    zeros,
+)
+from outrider.kernels import native
 
 CPU = torch.device("cpu")
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -117,3 +127,44 @@ def test_an_arena_gives_zeros_that_do_not_overlap() -> None:
     assert [(tuple(each.shape), set(each.unique().tolist())) for each in taken] == [
         (size, {number}) for number, size in enumerate(sizes, start=1)
     ]
+
+
+def test_large_results_lie_where_earlier_ones_lay() -> None:
+    """But never where somebody still looks."""
+    memory, count = Results(), LARGE_RESULT // 4 + 1
+    first = memory.empty(count)
+    part, place = first[7:9].fill_(3.0), first.data_ptr()
+    del first
+    second = memory.empty(count).fill_(5.0)
+    assert second.data_ptr() != place
+    assert part.tolist() == [3.0, 3.0]
+    del part
+    third = memory.empty(1, count)
+    assert third.shape == (1, count)
+    assert third.data_ptr() == place
+    del second, third
+    larger = memory.empty(4, count)
+    del larger
+    assert [len(each) for each in memory._kept] == [16 * count], "what was too small is gone"
+
+
+@pytest.mark.parametrize("count", [0, LARGE_RESULT // 4, MOST_KEPT // 4 + 1])
+def test_what_costs_nothing_or_too_much_is_not_kept(count: int) -> None:
+    memory = Results()
+    before = list(memory._kept)
+    assert memory.empty(count).shape == (count,)
+    assert memory._kept == before
+
+
+def test_logits_of_many_rows_lie_where_those_before_lay() -> None:
+    if native.library() is None:
+        pytest.skip("no C compiler, so no native kernels")
+    weight, x = torch.randn(LARGE_RESULT // 16 // 4 + 1, 4), torch.randn(17, 4)
+    with torch.inference_mode():
+        places = set()
+        for _ in range(3):
+            logits = native.linear(x, weight)
+            torch.testing.assert_close(logits, x @ weight.T)
+            places.add(logits.data_ptr())
+            del logits
+    assert len(places) == 1

@@ -1,5 +1,6 @@
 """Memory of the CPU, taken so that only what is used costs anything: zeros that the system backs when they are first
-written, large pages for the weights, and file pages that are given back once they are read."""
+written, large pages for the weights, results that lie where earlier ones lay, and file pages that are given back once
+they are read."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ import functools
 import math
 import mmap
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 LARGE_PAGE = 2 * 2**20
+LARGE_RESULT = 2**25  # bytes from which the C library gives memory back whenever it is freed
+MOST_KEPT = 2**28  # bytes of a result whose memory is kept
 _IS_LINUX = sys.platform == "linux"
 
 
@@ -26,6 +30,43 @@ def zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
         return torch.zeros(*size, dtype=dtype, device=device)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(*size)  # which keeps the memory until it is gone itself
+
+
+class Results:
+    """Memory for large results that are soon gone, such as the logits of many rows. The C library would give it back to
+    the system each time, and to be given it anew, in pages that are zeroed, takes as long as computing what stands in
+    it."""
+
+    def __init__(self) -> None:
+        self._kept = [mmap.mmap(-1, mmap.PAGESIZE)]
+        self._lock = threading.Lock()
+        self._num_own = self._num_holders(0)
+
+    def empty(self, *size: int) -> Tensor:
+        """float32 [size] on the CPU. Its memory is used again once no tensor looks at it any more."""
+        count = math.prod(size)
+        if not LARGE_RESULT < 4 * count <= MOST_KEPT:
+            return torch.empty(size, dtype=torch.float32, device="cpu")
+        with self._lock:
+            found = torch.frombuffer(self._memory(4 * count), dtype=torch.float32, count=count)
+        return found.view(size)
+
+    def _memory(self, num_bytes: int) -> mmap.mmap:
+        """Of what nobody looks at, the first that is large enough; or all of it goes, and more is taken."""
+        unused = [place for place in range(len(self._kept)) if self._num_holders(place) == self._num_own]
+        for place in unused:
+            if len(self._kept[place]) >= num_bytes:
+                return self._kept[place]
+        self._kept = [memory for place, memory in enumerate(self._kept) if place not in unused]
+        self._kept.append(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        return self._kept[-1]
+
+    def _num_holders(self, place: int) -> int:
+        """The list that keeps it, and each tensor's memory."""
+        return sys.getrefcount(self._kept[place])
+
+
+results = Results()
 
 
 class Arena:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.host_memory import results
 from outrider.kernels import native
 from outrider.kernels.packed import Packed
 from outrider.types import Batch
@@ -80,7 +81,7 @@ class NativeBlock:
         num_rows = len(residual)
         residual, inputs = residual.contiguous(), inputs.contiguous()
         out = residual.new_empty(num_rows, self.hidden_size)
-        scratch = residual.new_empty(num_rows * self.scratch_width)
+        scratch = results.empty(num_rows * self.scratch_width)
         call = _CALL.pack(
             self.address,
             residual.data_ptr(),
@@ -118,7 +119,7 @@ class NativeStack:
         num_rows, residual = len(residual), residual.contiguous()
         out = residual.new_empty(num_rows, self.hidden_size)
         taps = residual.new_empty(len(self._taps), num_rows, self.hidden_size)
-        scratch = residual.new_empty(num_rows * self.scratch_width)
+        scratch = results.empty(num_rows * self.scratch_width)
         fields = [_batch_fields(batch, rotary) for rotary in rotaries]
         angles = b"".join(
             struct.pack("@3q", *each[:2], rotary[0].shape[1]) for each, rotary in zip(fields, rotaries, strict=True)

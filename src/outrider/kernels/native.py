@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outrider.host_memory import results
 from outrider.kernels.packed import Blocks, Packed
 
 SOURCE = Path(__file__).with_name("native.c")
@@ -179,7 +180,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed
     num_rows, depth = x.shape
     num_outputs, weight_depth = weight.shape
     assert weight_depth == depth, (x.shape, weight.shape)
-    out = x.new_empty(num_rows, num_outputs)
+    out = results.empty(num_rows, num_outputs)
     inputs = _address(x), 0 if bias is None else _address(bias, size=num_outputs)
     sizes = num_rows, num_outputs, depth, torch.get_num_threads()
     _native().linear(_LINEAR.pack(*inputs, out.data_ptr(), *sizes, *matrix_fields(weight, packed)))
