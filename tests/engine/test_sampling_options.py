@@ -86,7 +86,7 @@ def chosen(sampling: Sampling, slots: list[int], tokens: torch.Tensor, logits: t
     shape = RoundShape(len(slots), len(rows), len(rows), 0, 0, 3, LENGTH)
     each = torch.zeros(len(slots), dtype=torch.long)
     judged = rows, row_slots, indices + 1, starts
-    return sample(logits, Step(batch, shape, each, each, each, each > 0, *judged, sampling, state))
+    return sample(logits.clone(), Step(batch, shape, each, each, each, each > 0, *judged, sampling, state))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -1,4 +1,5 @@
-"""Tokens drawn in C against the same choice in torch: noise, filters, ties, and rows that hold rubbish."""
+"""Tokens drawn in C against the same choice in torch: noise, filters, ties, and rows that hold rubbish. Penalties and
+log-probabilities likewise."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from outrider import SamplingParams
 from outrider.engine.options import Options
 from outrider.engine.request import Request
 from outrider.kernels import native
-from outrider.kernels.sampling import choose, filter_logits, gumbel
+from outrider.kernels.logprobs import logprobs_of, logprobs_reference
+from outrider.kernels.penalties import penalise, penalise_reference
+from outrider.kernels.sampling import Columns, choose, filter_logits, gumbel
 from outrider.types import Sampling
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
@@ -193,3 +196,76 @@ def test_rubbish_hides_nothing_beside_it(top_p: float) -> None:
     rows, places = torch.zeros(300, dtype=torch.long), torch.arange(300)
     wanted = drawn(logits.masked_fill(rubbish, -torch.inf), sampling, rows, places)
     assert torch.equal(drawn(logits.masked_fill(rubbish, torch.nan), sampling, rows, places), wanted)
+
+
+PENALTIES = [{}, {"repetition_penalty": 1.3}, {"presence_penalty": 0.4, "frequency_penalty": -0.3}]
+PENALTIES += [{"repetition_penalty": 0.7, "presence_penalty": -0.2, "frequency_penalty": 0.1}]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    width=st.sampled_from([1, 7, 300, 4000]),
+    rows=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=40),
+    begin=st.sampled_from([None, 0, 3, 150]),
+    num_threads=st.sampled_from([1, 2, 3]),
+    seed=st.integers(0, 1000),
+)
+def test_penalties_equal_torch(
+    width: int, rows: list[tuple[int, int]], begin: int | None, num_threads: int, seed: int
+) -> None:
+    """To the last bit; also of a rank that has only some of the ids."""
+    generator = torch.Generator().manual_seed(seed)
+    sampling = sampling_of([SamplingParams(**each) for each in PENALTIES], 5000)
+    sampling = replace(sampling, prompt_len=torch.tensor([5, 40, 0, 91]))
+    texts = torch.randint(400, (4, 93), generator=generator)
+    slots, last = torch.tensor(rows).unbind(1)
+    columns = None if begin is None else Columns(None, begin, width, 5000)  # type: ignore[arg-type]
+    if columns is None:
+        texts %= width
+    logits = torch.randn(len(rows), width, generator=generator) * 3
+    wanted, found, before = logits.clone(), logits.clone(), torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    penalise_reference(wanted, sampling, slots, last, texts, 91, columns)
+    with torch.inference_mode():
+        penalise(found, sampling, slots, last, texts, 91, columns)
+    torch.set_num_threads(before)
+    assert found.equal(wanted)
+    assert found[slots == 0].equal(logits[slots == 0]), "who has no penalty keeps what is there"
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    width=st.sampled_from([1, 5, 16, 33, 400, 4097, 40000]),
+    num_rows=st.integers(0, 9),
+    most=st.sampled_from([0, 1, 5, 100]),
+    spread=st.sampled_from([0.0, 0.3, 3.0, 30.0]),
+    steps=st.sampled_from([None, 2]),
+    seed=st.integers(0, 1000),
+)
+def test_logprobs_equal_float64(
+    width: int, num_rows: int, most: int, spread: float, steps: int | None, seed: int
+) -> None:
+    """With ties where there are few steps, and tokens that cannot come; alone and in company to the last bit."""
+    generator, most = torch.Generator().manual_seed(seed), min(most, width)
+    logits = torch.randn(num_rows, width, generator=generator) * spread
+    logits = logits if steps is None else (logits * steps).round() / steps
+    logits[:, 1::7] = -torch.inf
+    chosen = torch.randint(width, (num_rows,), generator=generator)
+    with torch.inference_mode():
+        found = logprobs_of(logits, chosen, most)
+        for row in range(num_rows):
+            alone = logprobs_of(logits[row : row + 1], chosen[row : row + 1], most)
+            assert all(one.equal(whole[row : row + 1]) for one, whole in zip(alone, found, strict=True))
+    expected = logits.double().log_softmax(-1)
+    near = {"rtol": 1e-6, "atol": 4e-6}
+    torch.testing.assert_close(found.own.double(), expected.gather(1, chosen[:, None])[:, 0], **near)
+    torch.testing.assert_close(found.values.double(), expected.topk(most, dim=-1).values, **near)
+    by_torch = logprobs_reference(logits, chosen, most)
+    for one, other in zip((found.own, found.values), (by_torch.own, by_torch.values), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)  # torch rounds more than we do
+    for row in range(num_rows):
+        value = logits[row, chosen[row]]
+        assert found.ranks[row] <= 1 + (logits[row] > value).sum()
+        assert found.ranks[row] >= 1 + (logits[row] > value + 4e-6 * (1 + value.abs())).sum()
+        order = logits[row].sort(descending=True, stable=True).indices[:most]
+        assert found.ids[row].equal(order), "the first of equals first"

@@ -69,8 +69,8 @@ class Round:
         return hidden.last if step.shape.judges_all else take_rows(hidden.last, step.judged)
 
     def choose(self, step: Step, logits: Tensor, out: Verdict | None = None) -> Verdict:
-        """The target's own tokens, and how much of the drafts they agree with; committed. Writes over the logits where
-        a grammar forbids something. `out`: where to put the verdict."""
+        """The target's own tokens, and how much of the drafts they agree with; committed. Writes over the logits what
+        options and grammars make of them. `out`: where to put the verdict."""
         choice = sample(logits, step, self.target.head.columns)
         if self._synthetic_choice is not None and step.shape.max_drafts:
             choice = self._synthetic_choice(choice, step)

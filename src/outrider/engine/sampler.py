@@ -16,11 +16,11 @@ ADJUSTED_ROWS = 128  # at a time: what it takes to adjust logits is several time
 def adjust(
     logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState, columns: Columns | None = None
 ) -> Tensor:
-    """Bias, bars and penalties on logits [R, V] of batch rows `rows` [R]: row j is judged by tokens[: j + 1].
-    `columns`: which ids the logits are about, where those of others are with other ranks."""
+    """Bias, bars and penalties on logits [R, V] of batch rows `rows` [R], in their place if they are float32: row j is
+    judged by tokens[: j + 1]. `columns`: which ids the logits are about, where those of others are with other ranks."""
     if not sampling.needs_adjusting:
         return logits
-    adjusted = logits.to(torch.float32, copy=True)
+    adjusted = logits.float()
     for part, judged in zip(adjusted.split(ADJUSTED_ROWS), rows.split(ADJUSTED_ROWS), strict=True):
         _adjust(part, sampling, batch, judged, state, columns)
     return adjusted
@@ -42,8 +42,8 @@ def _adjust(
 
 
 def sample(logits: Tensor, step: Step, columns: Columns | None = None) -> Tensor:
-    """The target's own token after each judged row; logits [L, V] -> [L]. Where a grammar forbids something, the logits
-    are written over. `columns`: which ids they are about, where those of others are with other ranks."""
+    """The target's own token after each judged row; logits [L, V] -> [L]. What options and grammars make of the logits
+    is written over them. `columns`: which ids they are about, where those of others are with other ranks."""
     batch, sampling, rows = step.batch, step.sampling, step.judged
     adjusted = adjust(logits, sampling, batch, rows, step.state, columns)
     if step.guidance is not None:

@@ -62,6 +62,8 @@ enum {
 #include "tile_linear.c"
 #include "rows.c"
 #include "sampling.c"
+#include "logprobs.c"
+#include "penalties.c"
 #include "attention.c"
 #include "block.c"
 #include "chain.c"

@@ -42,6 +42,8 @@ _OPERATIONS = (
     "gated",
     "row_argmax",
     "draw",
+    "logprobs",
+    "penalise",
     "rope_write",
     "paged_attention",
     "block",

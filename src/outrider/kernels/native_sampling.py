@@ -1,4 +1,5 @@
-"""The choice of a token in C: one call instead of noise for a whole vocabulary, and a sort of it."""
+"""The choice of a token in C: one call instead of noise for a whole vocabulary, and a sort of it; and what comes before
+and after it, penalties and log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from outrider.kernels.native import _address, _native
 from outrider.types import Sampling
 
 _DRAW = struct.Struct("@10q 3q 2d")  # draw_work of sampling.c
+_PENALISE = struct.Struct("@8q 5q")  # penalty_work of penalties.c
+_LOGPROBS = struct.Struct("@6q 4q")  # logprob_work of logprobs.c
 NO_DRAW = (0,) * 13 + (0.0, 0.0)
 
 
@@ -54,3 +57,30 @@ def draw(logits: Tensor, drawing: Drawing) -> Tensor:
     if num_rows:
         _native().draw(_DRAW.pack(*drawing.fields(num_rows, width, _address(logits), out.data_ptr())))
     return out
+
+
+def penalise(logits: Tensor, sampling: Sampling, slots: Tensor, last: Tensor, texts: Tensor, first_id: int = 0) -> None:
+    """As penalties.penalise(), of logits [R, V] that are about the ids from `first_id` on."""
+    num_rows, width = logits.shape
+    assert logits.is_contiguous(), logits.stride()
+    assert texts.stride(1) == 1, texts.stride()
+    slots, last = slots.contiguous(), last.contiguous()
+    rows = (_address(each, torch.int64, num_rows) for each in (slots, last))
+    penalties = (_address(each) for each in (sampling.repetition, sampling.presence, sampling.frequency))
+    addresses = _address(logits), *rows, texts.data_ptr(), _address(sampling.prompt_len, torch.int64), *penalties
+    sizes = num_rows, width, texts.stride(0), first_id, torch.get_num_threads()
+    _native().penalise(_PENALISE.pack(*addresses, *sizes))
+
+
+def logprobs(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See logprobs.logprobs_of()."""
+    logits, chosen = logits.contiguous(), chosen.contiguous()
+    num_rows, width = logits.shape
+    assert 0 <= most <= width, (most, logits.shape)
+    own, ranks = torch.empty(num_rows, device="cpu"), torch.empty(num_rows, dtype=torch.int64, device="cpu")
+    values = torch.empty(num_rows, most, device="cpu")
+    ids = torch.empty(num_rows, most, dtype=torch.int64, device="cpu")
+    inputs = _address(logits), _address(chosen, torch.int64, num_rows)
+    outputs = (each.data_ptr() for each in (own, values, ranks, ids))
+    _native().logprobs(_LOGPROBS.pack(*inputs, *outputs, num_rows, width, most, torch.get_num_threads()))
+    return own, ranks, values, ids

@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.kernels.dispatch import use_triton
+from outrider.kernels import native_sampling
+from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.sampling import Columns
 from outrider.types import Sampling
 
@@ -28,7 +29,21 @@ def penalise(
         from outrider.kernels.gpu import penalties as gpu
 
         gpu.penalise(logits, sampling, slots, last, texts, max_len)
-        return
+    elif use_native(logits):
+        native_sampling.penalise(logits, sampling, slots, last, texts, 0 if columns is None else columns.begin)
+    else:
+        penalise_reference(logits, sampling, slots, last, texts, max_len, columns)
+
+
+def penalise_reference(
+    logits: Tensor,
+    sampling: Sampling,
+    slots: Tensor,
+    last: Tensor,
+    texts: Tensor,
+    max_len: int,
+    columns: Columns | None = None,
+) -> None:
     tokens = texts[slots, :max_len]  # [R, L]
     index = torch.arange(max_len, device=tokens.device)
     said = index <= last[:, None]
