@@ -344,6 +344,21 @@ def test_json_holds_no_control_characters(llm: LLM) -> None:
     assert not any(byte < 32 for id in found for byte in llm.tokenizer.token_bytes(id))
 
 
+def test_other_options_yield_to_a_grammar(llm: LLM) -> None:
+    """Where they leave nothing of what it allows, and then to the target: its likeliest of the allowed ones comes."""
+    assert llm.tokenizer is not None
+    other = llm.tokenizer.encode("the", add_special_tokens=False)
+    guided = Guided(choice=["yes", "no", "perhaps"])
+    params = SamplingParams(temperature=0, max_tokens=12, guided=guided)
+    (expected,) = llm.generate("Is it so?", params)[0].outputs
+    assert expected.text in {"yes", "no", "perhaps"}
+    for options in ({"allowed_token_ids": other}, {"allowed_token_ids": other, "repetition_penalty": 1.01}):
+        (found,) = llm.generate("Is it so?", replace(params, **options))[0].outputs
+        assert found.text == expected.text
+    (longer,) = llm.generate("Is it so?", replace(params, min_tokens=12))[0].outputs
+    assert longer.text == expected.text, "it ends although it should not yet"
+
+
 def test_a_dead_end_allows_only_the_end(llm: LLM) -> None:
     assert llm.tokenizer is not None
     guide = llm.engine.guide(Guided(grammar='root ::= "a" never\nnever ::= never "b"'))

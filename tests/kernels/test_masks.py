@@ -1,4 +1,4 @@
-"""What grammars forbid: the torch code against a loop, and the Triton kernel against the torch code."""
+"""What grammars forbid: the torch code against a loop, the Triton kernel and the one in C against the torch code."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from test_triton import DEVICE
 
+from outrider.kernels import native
 from outrider.kernels.gpu import masks as gpu
-from outrider.kernels.masks import restrict_reference
+from outrider.kernels.masks import restrict, restrict_reference
 from outrider.types import Guidance
 
 NUM_JUDGED = 3
@@ -66,3 +67,24 @@ def test_in_triton(vocab: int, one: bool, dtype: torch.dtype) -> None:
     gpu.restrict(found, found if one else own, guidance, starts)
     assert found.equal(wanted)
     assert not found.equal(own if one else logits)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+@pytest.mark.parametrize("one", [True, False])
+@pytest.mark.parametrize("vocab", [1, 31, 70, 9000])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_in_c(vocab: int, one: bool, num_threads: int) -> None:
+    logits, own, guidance, starts = (
+        Guidance(**{name: field.cpu() for name, field in vars(each).items()})
+        if isinstance(each, Guidance)
+        else each.cpu()
+        for each in make(vocab)
+    )
+    wanted, found, before = logits.clone(), logits.clone(), torch.get_num_threads()
+    restrict_reference(wanted, wanted if one else own, guidance, starts)
+    torch.set_num_threads(num_threads)
+    with torch.inference_mode():
+        restrict(found, found if one else own, guidance, starts)
+    torch.set_num_threads(before)
+    assert found.equal(wanted)
+    assert not found.equal(logits)

@@ -38,7 +38,7 @@ class Flight:
         assert self.left is not None
         (own, said), self.left = self.left, None
         if wants_logprobs(self.plan):
-            self.logits = parts.whole_logits(own.logits)
+            self.logits = parts.whole_logits(own.logits, written_over=own.writes_over_logits(said))
         if wants_prompt_logprobs(self.plan):
             self.hidden = parts.last_hidden(own.hidden)
         own.choose(said)

@@ -366,6 +366,9 @@ class RecordedRound:
         self._place = self._graphs.seat(self._plan, self._shape)
         self._graphs.replay(self._keys[0].forward)
 
+    def writes_over_logits(self, said: tuple[Tensor, Tensor] | None) -> bool:
+        return True
+
     def choose(self, said: tuple[Tensor, Tensor] | None) -> None:
         self._graphs.buffers.guide(said)
         self._last = self._graphs.replay(self._keys[said is not None].choose)

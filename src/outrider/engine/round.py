@@ -97,10 +97,12 @@ class Round:
         told = self.ranks.from_rank(0, like.new_zeros(len(like), width + 1))
         return Draft(told[:, :width].contiguous(), told[:, width].contiguous())
 
-    def whole_logits(self, logits: Tensor) -> Tensor:
-        """A copy [L, V] of a round's logits, which later parts and rounds write over; with those of other ranks."""
+    def whole_logits(self, logits: Tensor, *, written_over: bool = True) -> Tensor:
+        """A round's logits [L, V], with those of other ranks; a copy, if later parts and rounds write over them."""
         columns = self.target.head.columns
-        return logits.clone() if columns is None else columns.gathered(logits)
+        if columns is not None:
+            return columns.gathered(logits)
+        return logits.clone() if written_over else logits
 
     def last_hidden(self, hidden: Hidden) -> Hidden:
         """What came out of the last layer."""
@@ -125,6 +127,10 @@ class RoundParts(Protocol):
         ...
 
     def forward(self) -> None: ...
+
+    def writes_over_logits(self, said: tuple[Tensor, Tensor] | None) -> bool:
+        """Whether choose() will, or a later round."""
+        ...
 
     def choose(self, said: tuple[Tensor, Tensor] | None) -> None:
         """`said`: what grammars say, on the host; see Guidance.of()."""
@@ -158,6 +164,9 @@ class EagerRound:
 
     def forward(self) -> None:
         self._passed = self._parts.forward(self._step)
+
+    def writes_over_logits(self, said: tuple[Tensor, Tensor] | None) -> bool:
+        return said is not None or self._step.sampling.needs_adjusting
 
     def choose(self, said: tuple[Tensor, Tensor] | None) -> None:
         if said is not None:

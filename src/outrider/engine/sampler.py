@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.masks import restrict
-from outrider.kernels.penalties import penalise
+from outrider.kernels.penalties import add_bias, penalise
 from outrider.kernels.sampling import Columns, choose, choose_split
 from outrider.types import Batch, Sampling, SlotState, Step
 
@@ -14,13 +14,21 @@ ADJUSTED_ROWS = 128  # at a time: what it takes to adjust logits is several time
 
 
 def adjust(
-    logits: Tensor, sampling: Sampling, batch: Batch, rows: Tensor, state: SlotState, columns: Columns | None = None
+    logits: Tensor,
+    sampling: Sampling,
+    batch: Batch,
+    rows: Tensor,
+    state: SlotState,
+    columns: Columns | None = None,
+    *,
+    copy: bool = True,
 ) -> Tensor:
-    """Bias, bars and penalties on logits [R, V] of batch rows `rows` [R], in their place if they are float32: row j is
-    judged by tokens[: j + 1]. `columns`: which ids the logits are about, where those of others are with other ranks."""
+    """Bias, bars and penalties on logits [R, V] of batch rows `rows` [R]: row j is judged by tokens[: j + 1]. Without
+    `copy` they may be written over. `columns`: which ids the logits are about, where those of others are with other
+    ranks."""
     if not sampling.needs_adjusting:
         return logits
-    adjusted = logits.float()
+    adjusted = logits.to(torch.float32, copy=copy)
     for part, judged in zip(adjusted.split(ADJUSTED_ROWS), rows.split(ADJUSTED_ROWS), strict=True):
         _adjust(part, sampling, batch, judged, state, columns)
     return adjusted
@@ -31,8 +39,7 @@ def _adjust(
 ) -> None:
     slots, last = batch.row_slots[rows], batch.indices[rows]
     if sampling.bias is not None:
-        bias = sampling.bias[slots]
-        logits += bias if columns is None else columns.own(bias)
+        add_bias(logits, sampling.bias, slots, columns)
     if sampling.bounded:
         _ban(logits, sampling.end_ids[slots], (last + 1 < sampling.min_len[slots])[:, None], columns)
     if sampling.bad_words is not None:
@@ -45,7 +52,8 @@ def sample(logits: Tensor, step: Step, columns: Columns | None = None) -> Tensor
     """The target's own token after each judged row; logits [L, V] -> [L]. What options and grammars make of the logits
     is written over them. `columns`: which ids they are about, where those of others are with other ranks."""
     batch, sampling, rows = step.batch, step.sampling, step.judged
-    adjusted = adjust(logits, sampling, batch, rows, step.state, columns)
+    is_guided = step.guidance is not None  # a grammar may ask for what the target said itself
+    adjusted = adjust(logits, sampling, batch, rows, step.state, columns, copy=is_guided)
     if step.guidance is not None:
         restrict(adjusted, logits, step.guidance, step.judged_start, columns)
     slots, positions = step.judged_slots, step.judged_next

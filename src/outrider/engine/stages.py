@@ -125,10 +125,10 @@ class StagedRound(Round):
             draft = self.of_first_rank(draft, step.starts, width)
         return write_outcome(step, verdict, draft)
 
-    def whole_logits(self, logits: Tensor) -> Tensor:
+    def whole_logits(self, logits: Tensor, *, written_over: bool = True) -> Tensor:
         """[L, V] of the last stage, for rank 0."""
         if self.is_last:
-            logits = super().whole_logits(logits)
+            logits = super().whole_logits(logits, written_over=written_over)
             self._stage.tell(logits, everybody=False)
             return logits
         return self._stage.hear(logits.new_empty(len(logits), self.target.vocab_size))

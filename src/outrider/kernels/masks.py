@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.kernels.dispatch import use_triton
+from outrider.kernels import native_sampling
+from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.sampling import Columns
 from outrider.types import Guidance
 
@@ -21,6 +22,8 @@ def restrict(
         from outrider.kernels.gpu import masks as gpu
 
         gpu.restrict(logits, own, guidance, judged_start)
+    elif use_native(logits) and use_native(own) and columns is None:
+        native_sampling.restrict(logits, own, guidance, judged_start)
     else:
         restrict_reference(logits, own, guidance, judged_start, columns)
 

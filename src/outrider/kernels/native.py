@@ -43,6 +43,8 @@ _OPERATIONS = (
     "row_argmax",
     "draw",
     "logprobs",
+    "add_bias",
+    "restrict",
     "penalise",
     "rope_write",
     "paged_attention",

@@ -1,5 +1,5 @@
 """The choice of a token in C: one call instead of noise for a whole vocabulary, and a sort of it; and what comes before
-and after it, penalties and log-probabilities."""
+and after it, bias, penalties, grammars and log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.native import _address, _native
-from outrider.types import Sampling
+from outrider.types import Guidance, Sampling
 
 _DRAW = struct.Struct("@10q 3q 2d")  # draw_work of sampling.c
-_PENALISE = struct.Struct("@8q 5q")  # penalty_work of penalties.c
+_ADD_BIAS = struct.Struct("@3q 4q")  # bias_work of adjust.c
+_RESTRICT = struct.Struct("@5q 6q")  # mask_work of masks.c
+_PENALISE = struct.Struct("@8q 5q")  # penalty_work of adjust.c
 _LOGPROBS = struct.Struct("@6q 4q")  # logprob_work of logprobs.c
 NO_DRAW = (0,) * 13 + (0.0, 0.0)
 
@@ -59,6 +61,17 @@ def draw(logits: Tensor, drawing: Drawing) -> Tensor:
     return out
 
 
+def add_bias(logits: Tensor, bias: Tensor, slots: Tensor) -> None:
+    """logits [R, V] += bias[slots], of a table [S, V]."""
+    num_rows, width = logits.shape
+    assert logits.is_contiguous(), logits.stride()
+    assert bias.stride(1) == 1, bias.stride()
+    assert bias.shape[1] == width, (bias.shape, logits.shape)
+    slots = slots.contiguous()
+    addresses = _address(logits), bias.data_ptr(), _address(slots, torch.int64, num_rows)
+    _native().add_bias(_ADD_BIAS.pack(*addresses, num_rows, width, bias.stride(0), torch.get_num_threads()))
+
+
 def penalise(logits: Tensor, sampling: Sampling, slots: Tensor, last: Tensor, texts: Tensor, first_id: int = 0) -> None:
     """As penalties.penalise(), of logits [R, V] that are about the ids from `first_id` on."""
     num_rows, width = logits.shape
@@ -70,6 +83,20 @@ def penalise(logits: Tensor, sampling: Sampling, slots: Tensor, last: Tensor, te
     addresses = _address(logits), *rows, texts.data_ptr(), _address(sampling.prompt_len, torch.int64), *penalties
     sizes = num_rows, width, texts.stride(0), first_id, torch.get_num_threads()
     _native().penalise(_PENALISE.pack(*addresses, *sizes))
+
+
+def restrict(logits: Tensor, own: Tensor, guidance: Guidance, judged_start: Tensor) -> None:
+    """As masks.restrict()."""
+    masks, bits = guidance.masks, guidance.bits.contiguous()
+    num_words = bits.shape[1]
+    assert logits.is_contiguous(), logits.stride()
+    assert own.is_contiguous(), own.stride()
+    assert own.shape == logits.shape, (own.shape, logits.shape)
+    assert masks.stride(1) == 1 or masks.shape[1] == 1, masks.stride()
+    assert 32 * num_words >= logits.shape[1], (bits.shape, logits.shape)
+    tables = masks.data_ptr(), _address(bits, torch.int32), _address(judged_start, torch.int32, len(masks) + 1)
+    sizes = *masks.shape, masks.stride(0), logits.shape[1], num_words, torch.get_num_threads()
+    _native().restrict(_RESTRICT.pack(_address(logits), _address(own), *tables, *sizes))
 
 
 def logprobs(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""Penalties: tokens that a text already holds become less likely. Each row has a text of its own: that of its slot, up
-to its place, drafts included."""
+"""Bias: what is added to the logits of a request. Penalties: tokens that a text already holds become less likely. Each
+row has a text of its own: that of its slot, up to its place, drafts included."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from outrider.kernels import native_sampling
 from outrider.kernels.dispatch import use_native, use_triton
 from outrider.kernels.sampling import Columns
 from outrider.types import Sampling
+
+
+def add_bias(logits: Tensor, bias: Tensor, slots: Tensor, columns: Columns | None = None) -> None:
+    """logits [R, V], float32, += bias[slots], of a table [S, V] of all ids. `columns`: as below."""
+    if use_native(logits) and columns is None:
+        native_sampling.add_bias(logits, bias, slots)
+        return
+    found = bias[slots]
+    logits += found if columns is None else columns.own(found)
 
 
 def penalise(

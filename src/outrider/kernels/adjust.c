@@ -1,4 +1,25 @@
-/* Penalties: penalties.py, only where a text has tokens instead of over the whole vocabulary. Included by native.c. */
+/* What is added to logits before a token is chosen: penalties.py, penalties only where a text has tokens instead of over
+ * the whole vocabulary. Included by native.c. */
+
+typedef struct {
+    float *logits;
+    const float *bias; /* by slot */
+    const int64_t *slots;
+    long num_rows, width, bias_stride, num_threads;
+} bias_work;
+
+static void bias_rows(const void *opaque, long first, long end) {
+    const bias_work *work = opaque;
+    for (long row = first; row < end; row++) {
+        float *logits = work->logits + row * work->width;
+        const float *bias = work->bias + work->slots[row] * work->bias_stride;
+        for (long i = 0; i < work->width; i++) logits[i] += bias[i];
+    }
+}
+
+EXPORT void outrider_add_bias(const bias_work *work) {
+    for_rows(bias_rows, work, work->num_rows, work->num_rows * work->width, work->num_threads);
+}
 
 typedef struct {
     float *logits;
