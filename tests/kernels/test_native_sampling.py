@@ -252,15 +252,15 @@ def test_logprobs_equal_float64(
     logits[:, 1::7] = -torch.inf
     chosen = torch.randint(width, (num_rows,), generator=generator)
     with torch.inference_mode():
-        found = logprobs_of(logits, chosen, most)
+        found = logprobs_of(logits, torch.arange(num_rows), chosen, most)
         for row in range(num_rows):
-            alone = logprobs_of(logits[row : row + 1], chosen[row : row + 1], most)
+            alone = logprobs_of(logits, torch.tensor([row]), chosen[row : row + 1], most)
             assert all(one.equal(whole[row : row + 1]) for one, whole in zip(alone, found, strict=True))
     expected = logits.double().log_softmax(-1)
     near = {"rtol": 1e-6, "atol": 4e-6}
     torch.testing.assert_close(found.own.double(), expected.gather(1, chosen[:, None])[:, 0], **near)
     torch.testing.assert_close(found.values.double(), expected.topk(most, dim=-1).values, **near)
-    by_torch = logprobs_reference(logits, chosen, most)
+    by_torch = logprobs_reference(logits, torch.arange(num_rows), chosen, most)
     for one, other in zip((found.own, found.values), (by_torch.own, by_torch.values), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)  # torch rounds more than we do
     for row in range(num_rows):

@@ -20,7 +20,7 @@ from outrider.engine.flight import Flight, landed, wants_logprobs, wants_prompt_
 from outrider.engine.graphs import Graphs
 from outrider.engine.guidance import guidance_of
 from outrider.engine.launched import LaunchedRanks
-from outrider.engine.logprobs import add_prompt_logprobs, logprob_table
+from outrider.engine.logprobs import Figures, add_prompt_logprobs, figures_of_round, told
 from outrider.engine.memory import Budget, cache_shape
 from outrider.engine.orders import Orders
 from outrider.engine.pages import PagePool
@@ -285,9 +285,10 @@ class Engine:
         middle. The others are seen to while the device does the rest of it."""
         brought: dict[Work, Progress] = {}
         for is_guided in (True, False):
-            for work, outcome, begin in read:
-                if (work.request.guide is not None) is is_guided:
-                    brought[work] = self._settle(work, outcome, flight.logits_at(begin, outcome))
+            some = [each for each in read if (each[0].request.guide is not None) is is_guided]
+            figures = figures_of_round(flight.logits, some)
+            for work, outcome, _ in some:
+                brought[work] = self._settle(work, outcome, figures.get(work, []))
             if is_guided and self._flights and self._flights[0].is_wanted:
                 self._finish(self._flights[0])
         return [brought[work] for work, _, _ in read]
@@ -303,14 +304,13 @@ class Engine:
             self.orders.place(placing)
         placing.put(self.cache, self.runner.options)
 
-    def _settle(self, work: Work, outcome: Outcome, logits: Tensor | None) -> Progress:
-        """What a round brought reaches its request; logits [J, V] of the judged rows."""
+    def _settle(self, work: Work, outcome: Outcome, figures: Sequence[Figures]) -> Progress:
+        """What a round brought reaches its request. `figures`: of its tokens, where it asks for log-probabilities."""
         request, tokens = work.request, outcome.tokens
         progress = self._commit(work, outcome)
         taken = progress.num_new
-        if request.params.logprobs is not None and taken:
-            assert logits is not None
-            request.logprobs += logprob_table(logits[:taken], tokens[:taken], request.params.logprobs, self.tokenizer)
+        if request.params.logprobs is not None:
+            request.logprobs += told(figures[:taken], tokens[:taken], request.params.logprobs, self.tokenizer)
         request.draft, request.num_refused = outcome.draft, 0
         request.draft_is_predicted, request.draft_is_forced = outcome.predicted, outcome.forced
         if request.guide is not None and not request.finished and request.flying in ([], [work]):

@@ -59,10 +59,6 @@ class Flight:
             begin += 1 + outcome.num_judged if work.emits else 0
         return found
 
-    def logits_at(self, begin: int, outcome: Outcome) -> Tensor | None:
-        """Those of a request's judged rows, of which the first is row `begin`, where somebody asks for any."""
-        return None if self.logits is None else self.logits[begin : begin + 1 + outcome.num_judged]
-
     def read_rows(self) -> list[tuple[Work, int]]:
         """Once it has landed: of each request its work, and where its rows begin."""
         begin, found = 0, []

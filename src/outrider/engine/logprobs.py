@@ -11,21 +11,35 @@ from outrider.engine.request import Work
 from outrider.kernels.logprobs import logprobs_of
 from outrider.outputs import Logprob
 from outrider.tokenizer import Tokenizer
-from outrider.types import Hidden
+from outrider.types import Hidden, Outcome
 
 MANY = 64  # rows: the logits of a whole prompt at once would be large
 
+Figures = tuple[float, int, list[float], list[int]]  # of a row, as in kernels/logprobs.py
 
-def logprob_table(
-    logits: Tensor, chosen: list[int], wanted: int, tokenizer: Tokenizer | None
+
+def figures_of_round(logits: Tensor | None, read: Sequence[tuple[Work, Outcome, int]]) -> dict[Work, list[Figures]]:
+    """For each request that asks, those of the tokens that a round brought it: all in one go. `read`: as of a Flight;
+    logits [L, V] of the judged rows."""
+    asked = [each for each in read if each[0].request.params.logprobs is not None and each[1].tokens]
+    if not asked:
+        return {}
+    assert logits is not None
+    rows = [begin + place for _, outcome, begin in asked for place in range(len(outcome.tokens))]
+    chosen = [token for _, outcome, _ in asked for token in outcome.tokens]
+    found = iter(_figures(logits, rows, chosen, max(work.request.params.logprobs or 0 for work, _, _ in asked)))
+    return {work: [next(found) for _ in outcome.tokens] for work, outcome, _ in asked}
+
+
+def told(
+    figures: Sequence[Figures], chosen: Sequence[int], wanted: int, tokenizer: Tokenizer | None
 ) -> list[dict[int, Logprob]]:
-    """For rows of logits [R, V] and the token that stands after each: the token's and the `wanted` best ones'."""
-    found = logprobs_of(logits, torch.tensor(chosen, device=logits.device), wanted)
+    """As a request is told: of each token that was chosen, and of the `wanted` best ones in its place."""
     rows = []
-    for token, own, own_rank, values, tops in zip(chosen, *(each.tolist() for each in found), strict=True):
+    for token, (own, own_rank, values, ids) in zip(chosen, figures, strict=True):
         entries = {token: Logprob(own, own_rank, _text(tokenizer, token))}
-        for rank, (value, top) in enumerate(zip(values, tops, strict=True), start=1):
-            entries.setdefault(top, Logprob(value, rank, _text(tokenizer, top)))
+        for rank, (value, id) in enumerate(zip(values[:wanted], ids, strict=False), start=1):
+            entries.setdefault(id, Logprob(value, rank, _text(tokenizer, id)))
         rows.append(entries)
     return rows
 
@@ -50,8 +64,16 @@ def add_prompt_logprobs(
             first = begin + done - 1 - start
             states = hidden.last[first : first + len(known)]
             for part in range(0, len(known), MANY):
-                logits = logits_of(states[part : part + MANY])
-                request.prompt_logprobs += logprob_table(logits, known[part : part + MANY], wanted, tokenizer)
+                logits, tokens = logits_of(states[part : part + MANY]), known[part : part + MANY]
+                figures = _figures(logits, range(len(tokens)), tokens, wanted)
+                request.prompt_logprobs += told(figures, tokens, wanted, tokenizer)
+
+
+def _figures(logits: Tensor, rows: Sequence[int], chosen: Sequence[int], most: int) -> list[Figures]:
+    """Of rows of logits [L, V], and the token that was chosen after each."""
+    places, tokens = torch.tensor([list(rows), list(chosen)], device=logits.device)
+    found = logprobs_of(logits, places, tokens, min(most, logits.shape[1]))
+    return list(zip(*(each.tolist() for each in found), strict=True))
 
 
 def _text(tokenizer: Tokenizer | None, token: int) -> str:

@@ -2,7 +2,7 @@
 
 typedef struct {
     const float *logits;
-    const int64_t *chosen;
+    const int64_t *rows, *chosen; /* [R] */
     float *own, *values;  /* [R] of the chosen tokens, [R, most] of the best ones */
     int64_t *ranks, *ids; /* the same */
     long num_rows, width, most, num_threads;
@@ -45,7 +45,7 @@ static int64_t rank_among(const float *logits, long width, float best, float sha
 static void logprob_rows(const void *opaque, long first, long end) {
     const logprob_work *work = opaque;
     for (long row = first; row < end; row++) {
-        const float *logits = work->logits + row * work->width;
+        const float *logits = work->logits + work->rows[row] * work->width;
         float *values = work->values + row * work->most, best = maximum(logits, work->width);
         float share = (float)log(mass_of(logits, work->width, 1.0f, best)); /* of all others beside the best */
         float own = (logits[work->chosen[row]] - best) - share;

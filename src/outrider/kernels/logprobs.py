@@ -19,15 +19,15 @@ class Logprobs(NamedTuple):
     ids: Tensor  # [R, most]
 
 
-def logprobs_reference(logits: Tensor, chosen: Tensor, most: int) -> Logprobs:
-    every = logits.float().log_softmax(-1)
+def logprobs_reference(logits: Tensor, rows: Tensor, chosen: Tensor, most: int) -> Logprobs:
+    every = logits[rows].float().log_softmax(-1)
     own = every.gather(1, chosen[:, None])
     values, ids = every.topk(most, dim=-1)
     return Logprobs(own[:, 0], (every > own).sum(-1) + 1, values, ids)
 
 
-def logprobs_of(logits: Tensor, chosen: Tensor, most: int) -> Logprobs:
-    """Rows of logits [R, V] and the token that stands after each, chosen [R]; `most`: how many of the best."""
+def logprobs_of(logits: Tensor, rows: Tensor, chosen: Tensor, most: int) -> Logprobs:
+    """Of some rows [R] of logits [L, V], and the token that was chosen after each [R]; `most`: how many of the best."""
     if use_native(logits):
-        return Logprobs(*native_sampling.logprobs(logits, chosen, most))
-    return logprobs_reference(logits, chosen, most)
+        return Logprobs(*native_sampling.logprobs(logits, rows, chosen, most))
+    return logprobs_reference(logits, rows, chosen, most)

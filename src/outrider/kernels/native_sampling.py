@@ -15,7 +15,7 @@ _DRAW = struct.Struct("@10q 3q 2d")  # draw_work of sampling.c
 _ADD_BIAS = struct.Struct("@3q 4q")  # bias_work of adjust.c
 _RESTRICT = struct.Struct("@5q 6q")  # mask_work of masks.c
 _PENALISE = struct.Struct("@8q 5q")  # penalty_work of adjust.c
-_LOGPROBS = struct.Struct("@6q 4q")  # logprob_work of logprobs.c
+_LOGPROBS = struct.Struct("@7q 4q")  # logprob_work of logprobs.c
 NO_DRAW = (0,) * 13 + (0.0, 0.0)
 
 
@@ -99,15 +99,15 @@ def restrict(logits: Tensor, own: Tensor, guidance: Guidance, judged_start: Tens
     _native().restrict(_RESTRICT.pack(_address(logits), _address(own), *tables, *sizes))
 
 
-def logprobs(logits: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def logprobs(logits: Tensor, rows: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See logprobs.logprobs_of()."""
-    logits, chosen = logits.contiguous(), chosen.contiguous()
-    num_rows, width = logits.shape
+    logits, rows, chosen = logits.contiguous(), rows.contiguous(), chosen.contiguous()
+    num_rows, width = len(rows), logits.shape[1]
     assert 0 <= most <= width, (most, logits.shape)
     own, ranks = torch.empty(num_rows, device="cpu"), torch.empty(num_rows, dtype=torch.int64, device="cpu")
     values = torch.empty(num_rows, most, device="cpu")
     ids = torch.empty(num_rows, most, dtype=torch.int64, device="cpu")
-    inputs = _address(logits), _address(chosen, torch.int64, num_rows)
+    inputs = _address(logits), *(_address(each, torch.int64, num_rows) for each in (rows, chosen))
     outputs = (each.data_ptr() for each in (own, values, ranks, ids))
     _native().logprobs(_LOGPROBS.pack(*inputs, *outputs, num_rows, width, most, torch.get_num_threads()))
     return own, ranks, values, ids
