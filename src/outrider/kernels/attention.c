@@ -190,8 +190,9 @@ INLINE void transpose_some(const head_rows *rows, const page_view *view, long va
                            int halves) {
     long begin = rows->begin, end = rows->end, dim = view->head_dim;
     for (long group = begin / LANES * LANES; group < end; group += LANES) {
-        for (long i = larger(begin, group); i < smaller(end, group + LANES); i++) fetch(rows->values[i], value_bytes);
         for (long d = 0; d < dim; d += LANES) {
+            long from = group + d * LANES / dim, to = group + (d + LANES) * LANES / dim;
+            for (long i = larger(begin, from); i < smaller(end, to); i++) fetch(rows->values[i], value_bytes);
             vector square[LANES];
             for (long i = 0; i < LANES; i++) /* outside, any key will do: its score is never looked at */
                 square[i] = load_page(rows->keys[larger(begin, smaller(end - 1, group + i))], d, dim - d, halves);
@@ -277,14 +278,13 @@ static void attend_block(const attention_work *work, const query_tile *tile, con
     const float *values[KEY_BLOCK], *flat_rows[dim];
     key_ranges ranges = find_ranges(tile, block);
     memset(parts, 0, (size_t)(num_pairs * width) * sizeof(float));
-    if (ranges.any_begin < ranges.any_end) {
-        long start = ranges.any_begin / LANES * LANES;
-        long num_lanes = ceil_div(ranges.any_end - start, LANES) * LANES;
-        head_rows rows = {.begin = ranges.any_begin, .end = ranges.any_end};
+    head_rows rows = {.begin = ranges.any_begin, .end = ranges.any_end};
+    if (rows.begin < rows.end) {
+        long start = rows.begin / LANES * LANES;
+        long num_lanes = ceil_div(rows.end - start, LANES) * LANES;
         find_rows(work, tile, &work->keys, block, rows.begin, rows.end, rows.keys);
         find_rows(work, tile, &work->values, block, rows.begin, rows.end, rows.values);
         transpose_keys(work, &rows, flat);
-        widen_values(work, &rows, wide, values);
         for (long d = 0; d < dim; d++) flat_rows[d] = flat + d * KEY_BLOCK + start;
         memset(scores, 0, (size_t)(num_pairs * KEY_BLOCK) * sizeof(float));
         blend b = {query, dim, flat_rows, 0, dim, scores + start, KEY_BLOCK, num_lanes};
@@ -297,6 +297,7 @@ static void attend_block(const attention_work *work, const query_tile *tile, con
         if (begin < end) soft = soften(scores + pair * KEY_BLOCK, begin, end, (float)work->softcap);
         memcpy(parts + pair * width, &soft, sizeof soft);
     }
+    widen_values(work, &rows, wide, values);
     blend_values(work, tile, &ranges, scores, values, parts);
 }
 
