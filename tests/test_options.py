@@ -187,7 +187,7 @@ def test_how_much_is_computed_at_once_suits_the_device(
 ) -> None:
     options = EngineOptions(str(target_path()))
     config = options.config(**LimitOptions().of_engine())
-    assert (config.max_num_seqs, config.max_num_batched_tokens) == (16, 2048)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (16, 512)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = options.config(**LimitOptions(max_num_batched_tokens=77, gpu_memory_utilization=0.5).of_engine())
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (256, 77)

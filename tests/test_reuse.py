@@ -104,7 +104,7 @@ def test_texts_that_part(pair: Pair) -> None:
     answers = pair.cold(prompts, GREEDY, **LONG)
     with pair.open(prompts, answers, **LONG) as llm:
         outputs = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
-    assert [output.num_cached_tokens for output in outputs] == [0, 1024, 1488, 1488]
+    assert [output.num_cached_tokens for output in outputs] == [0, 1280, 1488, 1488]
     assert [output.outputs[0].token_ids for output in outputs] == answers
 
 
