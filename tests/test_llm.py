@@ -107,6 +107,22 @@ def test_logprobs_are_the_targets_own(llm: LLM) -> None:
         assert all(entry.rank == int((expected > expected[token] + 1e-7).sum()) + 1 for token, entry in row.items())
 
 
+def test_logprobs_in_company(llm: LLM) -> None:
+    """All of a round are computed in one go: everybody gets his own, and as many as he asked for."""
+    asked = [None, 5, 0, 1, 3]
+    prompts = [[5 + number, 6, 7, 8 + number] for number in range(len(asked))]
+    params = [replace(GREEDY, logprobs=count, max_tokens=12 + (count or 0)) for count in asked]
+    together = llm.generate(prompts, params)
+    for prompt, each, output in zip(prompts, params, together, strict=True):
+        found = output.outputs[0]
+        assert found.logprobs == llm.generate([prompt], each)[0].outputs[0].logprobs
+        if each.logprobs is not None:
+            assert found.logprobs is not None
+            assert len(found.logprobs) == len(found.token_ids)
+            assert all(len(row) in (each.logprobs, each.logprobs + 1) for row in found.logprobs)
+            assert all(token in row for token, row in zip(found.token_ids, found.logprobs, strict=True))
+
+
 @pytest.mark.parametrize("num_speculative_tokens", [0, None])
 def test_stop_strings_cut_the_text(llm: LLM, num_speculative_tokens: int | None) -> None:
     params = replace(GREEDY, max_tokens=40, num_speculative_tokens=num_speculative_tokens)
