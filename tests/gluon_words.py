@@ -89,7 +89,7 @@ class Shared:
     start: int
     shape: tuple[int, ...]
     swizzled: bool
-    turned: bool = False
+    order: tuple[int, ...] | None = None  # of its dimensions, as they are seen
 
     @property
     def dtype(self) -> Any:
@@ -102,7 +102,7 @@ class Shared:
         return Shared(self.memory, self.start + int(number) * size, self.shape[1:], self.swizzled)
 
     def permute(self, order: Any) -> Shared:
-        return Shared(self.memory, self.start, self.shape, self.swizzled, True)
+        return Shared(self.memory, self.start, self.shape, self.swizzled, tuple(order))
 
     def reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
         assert np.prod(shape) == np.prod(self.shape)
@@ -118,7 +118,7 @@ class Shared:
 
     def load(self, layout: Any = None) -> Any:
         found = self.view().reshape(self.shape).copy().view(Block)
-        return found.T if self.turned else found
+        return found if self.order is None else found.transpose(self.order)
 
     def store(self, value: Any) -> None:
         self.view()[...] = np.asarray(value)
@@ -205,6 +205,24 @@ def copy(described: Described, corner: list[int], place: Shared, to: Shared) -> 
 
 
 @dataclass
+class Asked:
+    """What programs of Ampere copy to shared memory without waiting: it is there when they have waited."""
+
+    def async_copy_global_to_shared(self, to: Shared, pointer: Pointer, mask: Any = True) -> None:
+        to.view()[...] = np.nan
+        here.copies.append((to, pointer, mask))
+
+    def commit_group(self) -> None:
+        here.groups.append(here.copies)
+        here.copies = []
+
+    def wait_group(self, num_outstanding: int) -> None:
+        while len(here.groups) > num_outstanding:
+            for to, pointer, mask in here.groups.pop(0):
+                to.view()[...] = load(pointer, mask)
+
+
+@dataclass
 class Product:
     """Of two matrices, under way: made when it is waited for."""
 
@@ -288,7 +306,7 @@ LANGUAGE = SimpleNamespace(
 WORDS = {
     "gl": LANGUAGE, "tl": LANGUAGE, "mbarrier": Mbarrier, "copy": copy, "barrier": lambda: None,
     "fence_async_shared": lambda: None, "reinterpret": Shared.reinterpret, "warpgroup_mma": warpgroup_mma,
-    "warpgroup_mma_wait": warpgroup_mma_wait, "mma_v2": lambda a, b, total: block(a @ b + total),
+    "warpgroup_mma_wait": warpgroup_mma_wait, "async_copy": Asked(), "mma_v2": lambda a, b, total: block(a @ b + total),
 }  # fmt: skip
 
 
@@ -313,7 +331,7 @@ class Kernel:
             known = [as_argument(each) for each in args]
 
             def program(number: int) -> None:
-                here.program, here.products = (number, grid[0]), []
+                here.program, here.products, here.copies, here.groups = (number, grid[0]), [], [], []
                 self.run(*known, **constants)
 
             def several(first: int, step: int) -> None:

@@ -3,7 +3,8 @@
     PYTHONPATH=src python scripts/h200/round_kernels.py llama-3.1-8b:32 llama-3.1-8b:32:eagle3 gemma-3-4b:1
 
 Each word is a shape, a batch and, if drafts are made (K = 5), a method; :int4 or :fp8 at the end: in few bits. A line
-for each kernel: how often a round launches it, us of one launch, us of a round; and the round alone and profiled."""
+for each kernel: how often a round launches it, us of one launch, us of a round; and the round alone and profiled.
+@CONTEXT at the end: tokens before it (512)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ ROUNDS, REPLAYS, MOST = (2, 2, 4) if SMOKE else (5, 20, 24)
 
 
 def tell(word: str) -> None:
-    shape, batch, *rest = word.split(":")
+    form, _, length = word.partition("@")
+    shape, batch, *rest = form.split(":")
+    context = int(length or CONTEXT)
     few_bits = rest.pop() if rest and rest[-1] in ("int4", "fp8") else None
     speculative = SpeculativeConfig(
         method=rest[0] if rest else "eagle3",
@@ -40,7 +43,7 @@ def tell(word: str) -> None:
         speculative if rest else None,
         max_num_seqs=int(batch),
         max_num_batched_tokens=8192,
-        max_model_len=CONTEXT + (1 + K) * (8 * ROUNDS + 3 * REPLAYS + 16),
+        max_model_len=context + (1 + K) * (8 * ROUNDS + 3 * REPLAYS + 16),
         quantization=few_bits,
         enable_prefix_caching=False,
     )
@@ -67,7 +70,7 @@ def tell(word: str) -> None:
 
     engine.replay_ms = replay  # type: ignore[method-assign]
     try:
-        steady(engine, int(batch), CONTEXT, ROUNDS)
+        steady(engine, int(batch), context, ROUNDS)
     finally:
         engine.close()
         free_memory()

@@ -41,7 +41,7 @@ def _gemma3_settings(metadata: Metadata, config: Mapping[str, Any]) -> dict[str,
 def _gemma3_layer_types(metadata: Metadata, num_layers: int) -> list[str]:
     """A pattern is a list with an entry for every layer, or the distance between layers of full attention."""
     key = "gemma3.attention.sliding_window_pattern"
-    if isinstance(metadata.values.get(key), list):
+    if metadata.has_list(key):
         slides = metadata.get(key, list)
     else:
         distance = metadata.get(key, int, 6)

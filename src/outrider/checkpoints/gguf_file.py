@@ -3,7 +3,9 @@
 import math
 import mmap
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,14 @@ class TensorEntry:
         return self.shape[-1] // block_len * block_bytes
 
 
+@dataclass(frozen=True)
+class Listing:
+    """A list in the file, read whenever it is asked for: a vocabulary's texts, kept for as long as the weights are
+    read, would leave their memory behind in pieces that nobody can use."""
+
+    read: Callable[[], list[Any]]
+
+
 class Metadata:
     """The file's keys and values; a value that is missing or of another kind is an error that names the key."""
 
@@ -56,12 +66,17 @@ class Metadata:
         self.values = values
         self.path = path
 
+    def has_list(self, key: str) -> bool:
+        return isinstance(self.values.get(key), (list, Listing))
+
     def get(self, key: str, kind: type, default: Any = REQUIRED) -> Any:
         value = self.values.get(key, default)
         if value is REQUIRED:
             raise ValueError(f"{self.path} lacks the key {key!r}; convert the model to GGUF again")
         if kind is float and type(value) is int:
             value = float(value)
+        if isinstance(value, Listing):
+            value = value.read()
         if key in self.values and type(value) is not kind:
             found = type(value).__name__
             raise ValueError(f"{self.path}: {key!r} is a {found}, not a {kind.__name__}; convert the model again")
@@ -136,32 +151,40 @@ class HeaderReader:
         # The decimal that config.json held: 1e-05, and not what is left of it after a float32.
         return float(str(numpy.float32(number))) if type_number == FLOAT32 else number
 
-    def _array(self, type_number: int, length: int) -> list[Any]:
+    def _array(self, type_number: int, length: int) -> Listing:
         if length > len(self._memory):  # every element takes at least a byte
             raise self._broken("a list is longer than the file")
         if type_number == STRING:
             return self._strings(length)
         layout = struct.Struct(f"<{length}{self._scalar_format(type_number)}")
-        return list(layout.unpack(self._take(layout.size)))
+        begin = self._position
+        self._skip(layout.size)
+        return Listing(lambda: list(layout.unpack_from(self._memory, begin)))
 
-    def _strings(self, count: int) -> list[str]:
+    def _strings(self, count: int) -> Listing:
         """As `count` times _string, without the ways between: a vocabulary has hundreds of thousands."""
         memory, size, position = self._memory, len(self._memory), self._position
         read_length = struct.Struct("<Q").unpack_from
-        found = []
+        listing = Listing(partial(self._texts, position, count))
         try:
             for _ in range(count):
-                (length,) = read_length(memory, position)
-                end = position + 8 + length
-                if end > size:
-                    raise self._broken("it ends in the middle of its header")
+                position += 8 + read_length(memory, position)[0]
+        except (struct.error, OverflowError) as error:
+            raise self._broken("it ends in the middle of its header") from error
+        if position > size:
+            raise self._broken("it ends in the middle of its header")
+        self._position = position
+        return listing
+
+    def _texts(self, position: int, count: int) -> list[str]:
+        memory, read_length, found = self._memory, struct.Struct("<Q").unpack_from, []
+        try:
+            for _ in range(count):
+                end = position + 8 + read_length(memory, position)[0]
                 found.append(memory[position + 8 : end].decode("utf-8"))
                 position = end
-        except struct.error as error:
-            raise self._broken("it ends in the middle of its header") from error
         except UnicodeDecodeError as error:
             raise self._broken(f"a text is not UTF-8 ({error})") from error
-        self._position = position
         return found
 
     def _scalar_format(self, type_number: int) -> str:
@@ -180,12 +203,15 @@ class HeaderReader:
             raise self._broken(f"a text is not UTF-8 ({error})") from error
 
     def _take(self, num_bytes: int) -> bytes:
+        begin = self._position
+        self._skip(num_bytes)
+        return self._memory[begin : self._position]
+
+    def _skip(self, num_bytes: int) -> None:
         end = self._position + num_bytes
         if end > len(self._memory):
             raise self._broken("it ends in the middle of its header")
-        content = self._memory[self._position : end]
         self._position = end
-        return content
 
     def _broken(self, reason: str) -> ValueError:
         return ValueError(f"{self._path} is truncated or damaged: {reason}; download or convert it again")

@@ -82,18 +82,23 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer | None:
     if model not in MODELS:
         known = ", ".join(MODELS)
         raise ValueError(f"{metadata.path}: the tokenizer {model!r} cannot be read, only {known}; use safetensors")
-    vocabulary = _read_vocabulary(metadata)
-    backend, add_bos = MODELS[model](vocabulary)
-    bos = vocabulary.special("bos") if metadata.get("tokenizer.ggml.add_bos_token", bool, add_bos) else None
-    eos = vocabulary.special("eos") if metadata.get("tokenizer.ggml.add_eos_token", bool, False) else None
-    surround(backend, bos, eos)
-    specials = {name: vocabulary.special(name.removesuffix("_token")) for name in SPECIAL_TOKEN_NAMES}
+    backend, specials = _backend(model, metadata)  # the vocabulary's texts are gone before anything is made to stay
     return Tokenizer(
         backend,
         special_tokens={name: token for name, token in specials.items() if token is not None},
         templates=_read_templates(metadata),
         origin=str(metadata.path),
     )
+
+
+def _backend(model: str, metadata: Metadata) -> tuple[tokenizers.Tokenizer, dict[str, str | None]]:
+    """And the texts of the special tokens."""
+    vocabulary = _read_vocabulary(metadata)
+    backend, add_bos = MODELS[model](vocabulary)
+    bos = vocabulary.special("bos") if metadata.get("tokenizer.ggml.add_bos_token", bool, add_bos) else None
+    eos = vocabulary.special("eos") if metadata.get("tokenizer.ggml.add_eos_token", bool, False) else None
+    surround(backend, bos, eos)
+    return backend, {name: vocabulary.special(name.removesuffix("_token")) for name in SPECIAL_TOKEN_NAMES}
 
 
 def _read_vocabulary(metadata: Metadata) -> GgufVocabulary:

@@ -94,6 +94,7 @@ def linear(
     products = None
     if tile is None and not exact and x.dtype == weight.dtype:
         products = _row_products(len(x), weight, gated, bias is not None)
+        products = products or _held(x, weight, residual, gated)
     if products is not None:
         return products.linear(x, weight, bias, residual, gated=gated, out=out)
     if tile is None and not exact and not gated and _is_better_sliced(len(x), weight):
@@ -147,6 +148,14 @@ def _row_products(num_rows: int, weight: Tensor, gated: int, has_bias: bool) -> 
     return module if module.is_faster(num_rows, *weight.shape, gated) else None
 
 
+def _held(x: Tensor, weight: Tensor, residual: Tensor | None, gated: int) -> Any:
+    """The module that multiplies few rows, where that is faster."""
+    if len(x) > 8 or weight.numel() < SMALL:
+        return None
+    module = on_hopper("dense_held", weight.device)
+    return module if module is not None and module.fits(x, weight, residual, gated) else None
+
+
 def is_faster(num_rows: int, weight: Tensor, gated: int = gates.NONE, *, has_bias: bool = False) -> bool:
     """Whether it is faster than cuBLAS: with few rows always, with more the smaller the weight, or the wider."""
     if num_rows <= 16 or _is_better_sliced(num_rows, weight):
@@ -165,5 +174,5 @@ def tile_for(num_columns: int, inner: int, gated: int) -> Tile:
             return Tile(32, 64, 6, 4, ahead=512)
         return Tile(16, 256, 4, 4, ahead=512) if inner >= 1024 else Tile(16, 128, 6, 4, ahead=512)
     if gated:
-        return Tile(32, 256, 3, 4)
+        return Tile(32, 128, 3, 4)
     return Tile(64, 128, 4, 4) if num_columns >= 16384 else Tile(32, 128, 6, 4)

@@ -15,28 +15,33 @@ def _rms_norm(
     HAS_WEIGHT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WIDE: tl.constexpr, HAS_NEXT: tl.constexpr,
     NEXT_WIDE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     fits = place < size
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    # everything is asked for before the first sum: what is asked for behind one waits for memory once more
+    if HAS_WEIGHT:
+        scale = tl.load(weight + place, mask=fits, other=0.0).to(tl.float32) + offset
+    if HAS_NEXT:
+        next_scale = tl.load(next_weight + place, mask=fits, other=0.0).to(tl.float32) + next_offset
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     start = (row // per_row) * row_stride + (row % per_row) * inner_stride
     value = tl.load(x + start + place, mask=fits, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        more = tl.load(residual + row * residual_stride + place, mask=fits, other=0.0)
     value = value * tl.rsqrt(tl.sum(value * value) / size + eps)
     kind = out.dtype.element_ty
     if HAS_WEIGHT:
-        scale = tl.load(weight + place, mask=fits, other=0.0).to(tl.float32) + offset
         value = value * scale if WIDE else value.to(kind).to(tl.float32) * scale
     if HAS_RESIDUAL:
-        more = tl.load(residual + row * residual_stride + place, mask=fits, other=0.0)
         value = value.to(kind).to(tl.float32) + more.to(tl.float32)
     tl.store(out + row * out_stride + place, value.to(kind), mask=fits)
     if HAS_NEXT:
         value = value.to(kind).to(tl.float32)
         value = value * tl.rsqrt(tl.sum(value * value) / size + next_eps)
-        scale = tl.load(next_weight + place, mask=fits, other=0.0).to(tl.float32) + next_offset
-        value = value * scale if NEXT_WIDE else value.to(kind).to(tl.float32) * scale
+        value = value * next_scale if NEXT_WIDE else value.to(kind).to(tl.float32) * next_scale
         tl.store(next_out + row * size + place, value.to(kind), mask=fits)
 
 

@@ -144,6 +144,8 @@ def tile_for(
         elif block_m == 8 and (num_rows > 1 if gated else num_columns >= MANY):
             block_n = 64
     stages = 3 if gated or block_m == 32 or (block_m == 16 and num_parts > 1 and slices == 4) else 4
+    if num_parts == 1 and block_m == 8 and inner < LONG:
+        stages = 3
     if block_m == 8 and num_parts == 4:
         stages = 3 if block_n == 64 else 2 if gated else stages
     matrices = 2 if gated else 1
