@@ -204,22 +204,21 @@ def copy(described: Described, corner: list[int], place: Shared, to: Shared) -> 
     threading.Thread(target=run).start()
 
 
-@dataclass
-class Asked:
-    """What programs of Ampere copy to shared memory without waiting: it is there when they have waited."""
+def async_load(to: Shared, pointer: Pointer, mask: Any = True) -> None:
+    """It is there when its group has been waited for."""
+    to.view()[...] = np.nan
+    here.copies.append((to, pointer, mask))
 
-    def async_copy_global_to_shared(self, to: Shared, pointer: Pointer, mask: Any = True) -> None:
-        to.view()[...] = np.nan
-        here.copies.append((to, pointer, mask))
 
-    def commit_group(self) -> None:
-        here.groups.append(here.copies)
-        here.copies = []
+def commit_group() -> None:
+    here.groups.append(here.copies)
+    here.copies = []
 
-    def wait_group(self, num_outstanding: int) -> None:
-        while len(here.groups) > num_outstanding:
-            for to, pointer, mask in here.groups.pop(0):
-                to.view()[...] = load(pointer, mask)
+
+def wait_group(num_outstanding: int) -> None:
+    while len(here.groups) > num_outstanding:
+        for to, pointer, mask in here.groups.pop(0):
+            to.view()[...] = load(pointer, mask)
 
 
 @dataclass
@@ -306,7 +305,8 @@ LANGUAGE = SimpleNamespace(
 WORDS = {
     "gl": LANGUAGE, "tl": LANGUAGE, "mbarrier": Mbarrier, "copy": copy, "barrier": lambda: None,
     "fence_async_shared": lambda: None, "reinterpret": Shared.reinterpret, "warpgroup_mma": warpgroup_mma,
-    "warpgroup_mma_wait": warpgroup_mma_wait, "async_copy": Asked(), "mma_v2": lambda a, b, total: block(a @ b + total),
+    "warpgroup_mma_wait": warpgroup_mma_wait, "async_load": async_load, "commit_group": commit_group,
+    "wait_group": wait_group, "mma_v2": lambda a, b, total: block(a @ b + total),
 }  # fmt: skip
 
 

@@ -226,3 +226,51 @@ def test_prompts_compile_for_hopper(dim: int) -> None:
         [sys.executable, "-c", PROMPTS, str(dim)], capture_output=True, text=True, timeout=120, env=environment
     )
     assert found.returncode == 0, found.stderr[-2000:]
+
+
+HELD = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from outrider.kernels.gpu import dense_held
+from outrider.kernels.gpu.dense_held import Spread
+
+rows, columns, inner, gated = map(int, sys.argv[1:])
+form = dense_held.form_for(rows, columns, inner, gated)
+kernel = dense_held._one_row if isinstance(form, Spread) else dense_held._few_rows
+constants = {name.upper(): value for name, value in vars(form).items()}
+constants |= dict(INNER=inner, GATED=gated, HAS_BIAS=True, HAS_RESIDUAL=not gated, EARLY=True)
+warps = form.beside * form.sharing if isinstance(form, Spread) else form.warps
+names = kernel.arg_names
+types = dict.fromkeys(("x", "weight", "bias", "residual", "out"), "*bf16")
+signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+values = {(names.index(name),): value for name, value in constants.items()}
+hints = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in types or name == "x_stride"}
+source = GluonASTSource(kernel, signature, constexprs=values, attrs=hints)
+code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+before, after = code.split("griddepcontrol.wait", 1)
+assert "griddepcontrol.launch_dependents" in after
+if rows == 1:
+    steps = -(-inner // (256 * form.sharing))
+    asked = steps * form.outputs * (2 if gated else 1)
+    assert before.count("ld.global.v4") == asked, (before.count("ld.global.v4"), asked)
+else:
+    assert before.count("cp.async.cg.shared.global") >= form.stages - 1, "weights that are asked for late"
+    assert "ldmatrix" in after and "mma.sync" in after
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "inner", "gated"),
+    [(1, 4096, 2560, 0), (1, 10240, 2560, 2), (1, 2560, 10240, 0), (1, 1536, 8960, 0), (1, 14336, 4096, 1),
+     (6, 4096, 2560, 0), (6, 6144, 4096, 0), (2, 2048, 1024, 0), (8, 4096, 14336, 0)],
+)  # fmt: skip
+def test_weights_of_few_rows_are_asked_for_before_the_input_is_there(
+    rows: int, columns: int, inner: int, gated: int
+) -> None:
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", HELD, *map(str, (rows, columns, inner, gated))]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert found.returncode == 0, found.stderr[-2000:]

@@ -62,9 +62,9 @@ def test_the_form_that_is_chosen(inner: int, gated: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 7])
-@pytest.mark.parametrize("inner", [512, 2560, 8192])
-def test_the_tile_that_is_chosen(inner: int, rows: int) -> None:
-    compare(rows, 40, inner, None, has_bias=True)
+@pytest.mark.parametrize(("columns", "inner"), [(40, 1024), (40, 2560), (4240, 1024), (3200, 8192)])
+def test_the_tile_that_is_chosen(columns: int, inner: int, rows: int) -> None:
+    compare(rows, columns, inner, None, has_bias=True)
 
 
 @given(inner=st.integers(1, 200).map(lambda n: n * 128), gated=st.sampled_from([gates.NONE, gates.SILU]))
@@ -86,7 +86,9 @@ def test_what_does_not_fit() -> None:
     assert dense_held.fits(torch.zeros(8, 2048, dtype=torch.bfloat16), weight)
     assert not dense_held.fits(torch.zeros(9, 2048, dtype=torch.bfloat16), weight)
     assert not dense_held.fits(torch.zeros(2, 2056, dtype=torch.bfloat16)[:, 4:-4], weight)
-    assert not dense_held.fits(torch.zeros(2, 2304, dtype=torch.bfloat16), torch.zeros(64, 2304, dtype=torch.bfloat16))
+    for columns, inner in ((64, 2304), (64, 512), (64, 8192), (8192, 1024)):
+        few = torch.zeros(2, inner, dtype=torch.bfloat16)
+        assert not dense_held.fits(few, torch.zeros(columns, inner, dtype=torch.bfloat16))
     assert not dense_held.fits(torch.zeros(1, 2056, dtype=torch.bfloat16)[:, 4:-4], weight)  # 8 bytes off
     assert not dense_held.fits(x, torch.zeros(64, 4096, dtype=torch.bfloat16)[:, :2048])
     assert not dense_held.fits(x[:, :580], torch.zeros(64, 580, dtype=torch.bfloat16))

@@ -1,6 +1,6 @@
-"""y = x W^T for up to eight rows, and weights of 16 bits, in Gluon: weights go from memory straight into registers, and
-are asked for before the input is there. A program has few outputs and all of their inputs, so there are many programs,
-and no multiprocessor is left with more than its share: what counts for matrices of 10 to 100 MB."""
+"""y = x W^T for up to eight rows, and weights of 16 bits, in Gluon: the first weights are asked for before the input is
+there. For one row they all go straight into registers: a program has few outputs and all of their inputs, so there are
+many programs, and no multiprocessor is left with more than its share, which counts for matrices of 5 to 100 MB."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group
 from triton.language.extra import cuda
 
 from outrider.kernels.gpu import gates, launch
 from outrider.kernels.gpu.epilogue import beside, finish
 
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # so in Triton 3.6
 MOST_ROWS = 8
 SHORT, MEDIUM = 8, 10  # requests of a lane for an output's inputs
 LONG = 8192  # inputs: more warps share them
-WIDE = 16384  # outputs, which keep all multiprocessors busy anyway
+PROCESSORS = 132  # of an H200
 PLACES = gl.constexpr(8)  # neighbours that a lane asks for at once: 16 bytes
 
 
@@ -122,20 +124,20 @@ def _few_rows(
     inputs = gl.allocate_shared_memory(kind, [STAGES, WARPS, 8, SPAN], SHARED)
     for step in gl.static_range(STAGES - 1):
         if step < STEPS:
-            async_copy.async_copy_global_to_shared(first.index(step), at + step * STEP)
+            async_load(first.index(step), at + step * STEP)
             if TWO:
-                async_copy.async_copy_global_to_shared(second.index(step), at + up + step * STEP)
+                async_load(second.index(step), at + up + step * STEP)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     for step in gl.static_range(STAGES - 1):
         if step < STEPS:
-            async_copy.async_copy_global_to_shared(inputs.index(step), x_at + step * STEP, mask=x_fits)
-        async_copy.commit_group()
+            async_load(inputs.index(step), x_at + step * STEP, mask=x_fits)
+        commit_group()
     total = gl.zeros((WARPS, OUTPUTS, 8), gl.float32, SUMS)
     ups = total
     for step in range(STEPS):
-        async_copy.wait_group(STAGES - 2)
+        wait_group(STAGES - 2)
         ahead, free = step + STAGES - 1, (step + STAGES - 1) % STAGES
         here = step % STAGES
         value = inputs.index(here).permute((0, 2, 1)).load(RIGHT)
@@ -143,11 +145,11 @@ def _few_rows(
         if TWO:
             ups = mma_v2(second.index(here).load(LEFT), value, ups)
         if ahead < STEPS:
-            async_copy.async_copy_global_to_shared(first.index(free), at + ahead * STEP)
+            async_load(first.index(free), at + ahead * STEP)
             if TWO:
-                async_copy.async_copy_global_to_shared(second.index(free), at + up + ahead * STEP)
-            async_copy.async_copy_global_to_shared(inputs.index(free), x_at + ahead * STEP, mask=x_fits)
-        async_copy.commit_group()
+                async_load(second.index(free), at + up + ahead * STEP)
+            async_load(inputs.index(free), x_at + ahead * STEP, mask=x_fits)
+        commit_group()
     total, more_total = gl.sum(total, 0), gl.sum(ups, 0)
     row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))[None, :]
     column = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))[:, None] + begin
@@ -211,8 +213,13 @@ def fits(x: Tensor, weight: Tensor, residual: Tensor | None = None, gated: int =
 def form_for(num_rows: int, num_columns: int, inner: int, gated: int) -> Spread | Tile | None:
     """Measured on an H200 (scripts/h200/dense.py). None: it is not faster."""
     if num_rows > 1:
-        tile = Tile(16, 4, 128, 4 if inner >= LONG else 3)
-        return None if gated or num_columns >= WIDE or inner % (tile.warps * tile.span) else tile
+        num_programs = triton.cdiv(num_columns, 16)
+        tile = Tile(16, 4, 128, 4 if num_programs <= 2 * PROCESSORS else 3)  # as many fit on a multiprocessor
+        span = tile.warps * tile.span
+        is_slow = inner >= LONG and num_programs <= 1.5 * PROCESSORS  # the one it has is not busy enough
+        if gated or num_programs > 3 * PROCESSORS or inner < 2 * span or inner % span or is_slow:
+            return None
+        return tile
     most = SHORT if gated or inner >= LONG else MEDIUM
     for sharing in (1, 2, 4, 8):
         steps = triton.cdiv(inner, PLACES.value * 32 * sharing)
