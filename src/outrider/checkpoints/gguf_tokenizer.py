@@ -1,6 +1,7 @@
 """The tokenizer inside a GGUF file, rebuilt from its metadata with the `tokenizers` library.
 Two models exist: "gpt2" (byte-level BPE with merges) and "llama" (sentencepiece BPE, with scores instead of merges)."""
 
+import gc
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer | None:
         known = ", ".join(MODELS)
         raise ValueError(f"{metadata.path}: the tokenizer {model!r} cannot be read, only {known}; use safetensors")
     backend, specials = _backend(model, metadata)  # the vocabulary's texts are gone before anything is made to stay
+    gc.collect()  # of a hundred thousand merges Python would keep two thousand tuples, and whatever lies around each
     return Tokenizer(
         backend,
         special_tokens={name: token for name, token in specials.items() if token is not None},
