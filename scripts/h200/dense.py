@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import torch
 from common import SMOKE, attempt, say
@@ -24,7 +25,7 @@ from products import DEVICE, PATIENCE, TERABYTES, timed
 from torch import Tensor
 
 from outrider.kernels.activation import gelu_tanh_mul, silu_mul
-from outrider.kernels.gpu import dense_held, gates, linear, sliced, widen
+from outrider.kernels.gpu import dense_held, epilogue, gates, linear, sliced, widen
 from outrider.kernels.gpu.dense_held import Spread, Tile
 
 KIND = torch.float32 if SMOKE else torch.bfloat16
@@ -45,6 +46,9 @@ MATRICES = {  # outputs, inputs, gate, whether a residual follows
     "qwen30-qkv": (5120, 2048, gates.NONE, False),
     "qwen30-out": (2048, 4096, gates.NONE, True),
 }
+
+if SMOKE:
+    MATRICES = {"plain": (64, 2048, gates.NONE, True), "gated": (64, 2560, gates.SILU, False)}
 
 
 def forms(rows: int, name: str) -> list[str]:
@@ -163,5 +167,16 @@ def main() -> None:
         del matrices
 
 
+def as_on_hopper() -> None:
+    """Runs these kernels in numpy."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+    from gluon_words import Kernel
+
+    for name in ("_one_row", "_few_rows"):
+        setattr(dense_held, name, Kernel(name, gates, epilogue, dense_held))
+
+
 if __name__ == "__main__":
+    if SMOKE:
+        as_on_hopper()
     main()

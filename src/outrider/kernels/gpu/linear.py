@@ -1,5 +1,6 @@
 """y = x W^T for few rows: every weight is read once, at the speed of memory; what follows it is done on the way out.
-Tiles and the order of sums depend on the weight's shape alone, so a row's bits do not depend on its company."""
+This kernel's tiles and the order of its sums depend on the weight's shape alone, so a row's bits do not depend on its
+company; others, which are faster for some numbers of rows, are taken where that need not be so."""
 
 from __future__ import annotations
 
