@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from samples import METHODS, drafter_settings, sample_target, suits
 from tiny import FAMILIES
 
 from outrider import LLM, SamplingParams
+from outrider.kernels.gpu.hopper import on_hopper
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,3 +53,37 @@ def test_embedded_pair_on_a_gpu() -> None:
             output = llm.generate("Once upon a time", PARAMS)[0].outputs[0]
             found.append(output.token_ids)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_large_matrices_of_few_rows(
+    family: str, target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices that are large enough for kernels of single rows, and of up to eight, say what others say: exact mode
+    takes neither. Everybody says the same token, so that drafts stand, and log-probabilities can be compared."""
+    used = set()
+    if module := on_hopper("dense_held", torch.device("cuda")):
+
+        def spy(x: torch.Tensor, *args: Any, linear: Any = module.linear, **options: Any) -> torch.Tensor:
+            used.add(len(x))
+            return linear(x, *args, **options)
+
+        monkeypatch.setattr(module, "linear", spy)
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
+    path = target_path(family, hidden_size=2560, intermediate_size=10240, **heads)
+    params = replace(PARAMS, allowed_token_ids=[7], logprobs=5)
+    ngram = {"method": "ngram", "num_speculative_tokens": 5, "force": True}
+    found = []
+    for config, exact in ((None, True), (None, False), (ngram, False)):
+        with LLM(path, config, device="cuda", dtype="bfloat16", max_model_len=128, max_num_seqs=1, exact=exact) as llm:
+            outputs = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+            rows = [row for output in outputs for row in output.logprobs or []]
+            found.append([{id: each.logprob for id, each in row.items()} for row in rows])
+        assert exact == (not used) or module is None
+    assert all(len(rows) == 3 * 24 for rows in found)
+    for wanted, *others in zip(*found, strict=True):
+        for row in others:
+            shared = wanted.keys() & row.keys()
+            assert len(shared) >= 2  # the fifth best may be another one
+            assert all(abs(row[id] - wanted[id]) < 0.1 for id in shared)
+    assert module is None or (1 in used and max(used) == 6)
