@@ -111,7 +111,7 @@ class Governor:
     def depth(self, requests: Sequence[Request], row_sizes: RowSizes | None = None) -> int:
         self._row_sizes = row_sizes
         size = self._size(len(requests))
-        number = size_of(len(requests))
+        number = self._number
         self._has_followed = any(request.is_followed for request in requests)
         if size.trial is None and self._is_due(size):
             size.seconds = 0.0
@@ -213,6 +213,8 @@ class Governor:
 
     def _size(self, num_requests: int) -> SizeStats:
         number, before = size_of(num_requests), self._latest
+        if before is not None and number == self._number:
+            return before
         size = self._sizes.get(number)
         if size is None:  # whatever was best for the batches before is a good start
             size = self._sizes[number] = SizeStats(self.latest, before is None or before.pays)

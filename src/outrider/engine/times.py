@@ -95,10 +95,9 @@ class Times:
 
     def add(self, size: int, depth: int, rows: tuple[int, int], seconds: float, *, rests: bool) -> None:
         """A round is over. `rows`: of requests that decode, and others."""
-        key = Key(size, rests, rows[1] > 0)
-        kind = self._kinds.get(key)
+        kind = self._kinds.get((size, rests, rows[1] > 0))  # type: ignore[call-overload]
         if kind is None:
-            kind = self._kinds[key] = Kind()
+            kind = self._kinds[Key(size, rests, rows[1] > 0)] = Kind()
         moments = kind.depths.get(depth)
         if moments is None:
             moments = kind.depths[depth] = Moments()
@@ -111,7 +110,7 @@ class Times:
         moments.add(sum(rows), seconds)
         kind.num_new += 1
         if moments.count <= 1 or kind.num_new >= max(REFIT_ROUNDS, REFIT_SHARE * moments.count):
-            kind.fit(self._prior(key))
+            kind.fit(self._prior(Key(size, rests, rows[1] > 0)))
 
     def knows(self, size: int, depth: int) -> bool:
         """Whether rounds that read no prompt were timed."""

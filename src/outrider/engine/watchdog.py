@@ -124,9 +124,11 @@ class Watchdog:
 
     def plain_round(self, standing: RequestHealth) -> None:
         """A request had no draft in this round."""
+        if not standing.plain_rounds:
+            return
         if standing.plain_rounds == 1:
             self._retry(standing, ON_TRIAL)
-        standing.plain_rounds = max(standing.plain_rounds - 1, 0)
+        standing.plain_rounds -= 1
 
     def drafted_round(self, standing: RequestHealth, name: str, context_len: int, made: tuple[int, int]) -> None:
         """A request had a draft: how many tokens were `made`, (drafted, accepted)."""
