@@ -56,8 +56,8 @@ def forms(rows: int, name: str) -> list[str]:
     each, found = 2 if gate else 1, ["now"]
     if rows > 1:
         for outputs, warps, span, stages in product((16, 32), (2, 4), (64, 128), (2, 3, 4, 6)):
-            size = (outputs * each + 8) * warps * span * stages * 2
-            if inner % (warps * span) == 0 and 48 << 10 <= size <= MOST_SHARED:
+            size = (outputs + 8) * warps * span * stages * 2
+            if not gate and inner % (warps * span) == 0 and 48 << 10 <= size <= MOST_SHARED:
                 found.append(f"f{outputs}.{warps}.{span}.{stages}")
         for outputs, inputs, stages in ((32, 128, 3), (64, 128, 3)):
             if (outputs * each + 16) * inputs * stages * 2 <= MOST_SHARED:

@@ -243,6 +243,7 @@ constants = {name.upper(): value for name, value in vars(form).items()}
 constants |= dict(INNER=inner, GATED=gated, HAS_BIAS=True, HAS_RESIDUAL=not gated, EARLY=True)
 warps = form.beside * form.sharing if isinstance(form, Spread) else form.warps
 names = kernel.arg_names
+constants = {name: value for name, value in constants.items() if name in names}
 types = dict.fromkeys(("x", "weight", "bias", "residual", "out"), "*bf16")
 signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
 values = {(names.index(name),): value for name, value in constants.items()}

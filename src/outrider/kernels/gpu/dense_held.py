@@ -36,9 +36,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Tile:
-    """How up to eight are."""
+    """How up to eight are, without a gate."""
 
-    outputs: int  # of a program; with a gate, as many ups
+    outputs: int  # of a program
     warps: int  # that share their inputs
     span: int  # neighbouring inputs of a warp
     stages: int  # steps that are on their way
@@ -91,18 +91,17 @@ def _one_row(
 @gluon.jit(do_not_specialize=["num_rows"])  # compiled once for any number
 def _few_rows(
     x, weight, bias, residual, out, num_rows, num_columns, x_stride, residual_stride,
-    INNER: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    OUTPUTS: gl.constexpr, WARPS: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    INNER: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, OUTPUTS: gl.constexpr,
+    WARPS: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Up to eight rows, on tensor cores: outputs are M, rows N; warps share the inputs. Some steps are on their way to
-    shared memory, the first weights before the input is there. GATED, a gate's number: gates, then ups."""
+    shared memory, the first weights before the input is there."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     LANES: gl.constexpr = SPAN // PLACES
     COPY: gl.constexpr = gl.BlockedLayout([1, 1, PLACES], [1, 32 // LANES, LANES], [WARPS, 1, 1], [2, 1, 0])
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(PLACES, 1, 8, [2, 1, 0])
-    TWO: gl.constexpr = GATED > 0
     STEP: gl.constexpr = WARPS * SPAN
     STEPS: gl.constexpr = INNER // STEP
     kind: gl.constexpr = weight.dtype.element_ty
@@ -116,17 +115,11 @@ def _few_rows(
     at = weight + near.to(gl.int64)[None, :, None] * INNER + across
     x_at = x + row.to(gl.int64)[None, :, None] * x_stride + across
     x_fits = (row < num_rows)[None, :, None] & (across >= 0)
-    up = gl.cast(num_columns, gl.int64) * INNER
-    first = gl.allocate_shared_memory(kind, [STAGES, WARPS, OUTPUTS, SPAN], SHARED)
-    second = first
-    if TWO:
-        second = gl.allocate_shared_memory(kind, [STAGES, WARPS, OUTPUTS, SPAN], SHARED)
+    weights = gl.allocate_shared_memory(kind, [STAGES, WARPS, OUTPUTS, SPAN], SHARED)
     inputs = gl.allocate_shared_memory(kind, [STAGES, WARPS, 8, SPAN], SHARED)
     for step in gl.static_range(STAGES - 1):
         if step < STEPS:
-            async_load(first.index(step), at + step * STEP)
-            if TWO:
-                async_load(second.index(step), at + up + step * STEP)
+            async_load(weights.index(step), at + step * STEP)
     if EARLY:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -135,32 +128,24 @@ def _few_rows(
             async_load(inputs.index(step), x_at + step * STEP, mask=x_fits)
         commit_group()
     total = gl.zeros((WARPS, OUTPUTS, 8), gl.float32, SUMS)
-    ups = total
     for step in range(STEPS):
         wait_group(STAGES - 2)
         ahead, free = step + STAGES - 1, (step + STAGES - 1) % STAGES
         here = step % STAGES
         value = inputs.index(here).permute((0, 2, 1)).load(RIGHT)
-        total = mma_v2(first.index(here).load(LEFT), value, total)
-        if TWO:
-            ups = mma_v2(second.index(here).load(LEFT), value, ups)
+        total = mma_v2(weights.index(here).load(LEFT), value, total)
         if ahead < STEPS:
-            async_load(first.index(free), at + ahead * STEP)
-            if TWO:
-                async_load(second.index(free), at + up + ahead * STEP)
+            async_load(weights.index(free), at + ahead * STEP)
             async_load(inputs.index(free), x_at + ahead * STEP, mask=x_fits)
         commit_group()
-    total, more_total = gl.sum(total, 0), gl.sum(ups, 0)
+    total = gl.sum(total, 0)
     row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))[None, :]
     column = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))[:, None] + begin
     fits = (row < num_rows) & (column < num_columns)
     first_bias, second_bias, more = beside(
-        bias, residual, row, column, fits, num_columns, residual_stride, GATED, HAS_BIAS, HAS_RESIDUAL
+        bias, residual, row, column, fits, num_columns, residual_stride, 0, HAS_BIAS, HAS_RESIDUAL
     )
-    finish(
-        total, more_total, first_bias, second_bias, more, out, row, column, fits, num_columns, GATED, HAS_BIAS,
-        HAS_RESIDUAL,
-    )  # fmt: skip
+    finish(total, total, first_bias, second_bias, more, out, row, column, fits, num_columns, 0, HAS_BIAS, HAS_RESIDUAL)
 
 
 def linear(
@@ -190,11 +175,12 @@ def linear(
             num_warps=form.beside * form.sharing, **launch.options(early),
         )  # fmt: skip
         return out
+    assert not gated, "see form_for()"
     _few_rows[(triton.cdiv(num_columns, form.outputs),)](
         x, weight, out if bias is None else bias, out if residual is None else residual, out, num_rows, num_columns,
-        x.stride(0), 0 if residual is None else residual.stride(0), INNER=inner, GATED=int(gated),
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, OUTPUTS=form.outputs, WARPS=form.warps,
-        SPAN=form.span, STAGES=form.stages, EARLY=early, num_warps=form.warps, **launch.options(early),
+        x.stride(0), 0 if residual is None else residual.stride(0), INNER=inner, HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None, OUTPUTS=form.outputs, WARPS=form.warps, SPAN=form.span, STAGES=form.stages,
+        EARLY=early, num_warps=form.warps, **launch.options(early),
     )  # fmt: skip
     return out
 
