@@ -2,6 +2,7 @@
 and against sentencepiece's merging written out the slow way."""
 
 import json
+import mmap
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from outrider.chat_template import ChatOptions
 from outrider.checkpoints.checkpoint import load_tokenizer, open_checkpoint
-from outrider.checkpoints.gguf_file import Metadata
+from outrider.checkpoints.gguf_file import HeaderReader, Metadata
 from outrider.checkpoints.gguf_tokenizer import build_tokenizer, tokenizer_at
 from outrider.detokenizer import Detokenizer
 from outrider.pair import DEFAULT_DIRECTORY
@@ -320,3 +321,23 @@ def test_the_tokenizer_alone(tmp_path: Path) -> None:
         assert alone.encode("Hello there") == whole.encode("Hello there")
     (tmp_path / "empty").mkdir()
     assert tokenizer_at(tmp_path / "empty") is None
+
+
+def test_texts_of_a_vocabulary_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+    """Kept while the weights are read, they would leave memory behind that nobody can use."""
+    tokens, path = ["<unk>", "one", "größer", "😀"], tmp_path / "model.gguf"
+    writer = minimal_writer(path)
+    writer.add_token_list(tokens)
+    finish(writer)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+        metadata, _ = HeaderReader(memory, path).read()
+        assert not any(isinstance(value, list) for value in metadata.values.values())
+        assert metadata.has_list("tokenizer.ggml.tokens")
+        first, second = (metadata.get("tokenizer.ggml.tokens", list) for _ in range(2))
+        assert first == second == tokens
+        assert first is not second
+    path.write_bytes(path.read_bytes().replace("größer".encode(), b"gr\xff\xffer\xff\xff"))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+        metadata, _ = HeaderReader(memory, path).read()
+        with pytest.raises(ValueError, match="not UTF-8"):
+            metadata.get("tokenizer.ggml.tokens", list)

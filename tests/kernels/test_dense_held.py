@@ -62,7 +62,7 @@ def test_the_form_that_is_chosen(inner: int, gated: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 7])
-@pytest.mark.parametrize(("columns", "inner"), [(40, 1024), (40, 2560), (4240, 1024), (3200, 8192)])
+@pytest.mark.parametrize(("columns", "inner"), [(40, 1024), (40, 2560), (4240, 1024)])
 def test_the_tile_that_is_chosen(columns: int, inner: int, rows: int) -> None:
     compare(rows, columns, inner, None, has_bias=True)
 
@@ -86,7 +86,7 @@ def test_what_does_not_fit() -> None:
     assert dense_held.fits(torch.zeros(8, 2048, dtype=torch.bfloat16), weight)
     assert not dense_held.fits(torch.zeros(9, 2048, dtype=torch.bfloat16), weight)
     assert not dense_held.fits(torch.zeros(2, 2056, dtype=torch.bfloat16)[:, 4:-4], weight)
-    for columns, inner in ((64, 2304), (64, 512), (64, 8192), (8192, 1024)):
+    for columns, inner in ((64, 2304), (64, 512), (64, 4096), (8192, 1024)):
         few = torch.zeros(2, inner, dtype=torch.bfloat16)
         assert not dense_held.fits(few, torch.zeros(columns, inner, dtype=torch.bfloat16))
     assert not dense_held.fits(torch.zeros(1, 2056, dtype=torch.bfloat16)[:, 4:-4], weight)  # 8 bytes off
@@ -97,6 +97,6 @@ def test_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("form", [Tile(16, 4, 128, 2), Tile(16, 2, 128, 3), Tile(32, 4, 64, 2)])
-def test_few_rows(form: Tile | None, rows: int) -> None:
+def test_few_rows(form: Tile, rows: int) -> None:
     compare(rows, 64, 2048, form)
     compare(rows, 40, 1024, form, has_bias=True, has_residual=True)

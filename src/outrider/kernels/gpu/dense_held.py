@@ -21,6 +21,7 @@ async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 MOST_ROWS = 8
 SHORT, MEDIUM = 8, 10  # requests of a lane for an output's inputs
 LONG = 8192  # inputs: more warps share them
+SEVERAL = 4096  # inputs from which rounds of several rows were slower with it (Llama-3.1-8B), or no faster
 PROCESSORS = 132  # of an H200
 PLACES = gl.constexpr(8)  # neighbours that a lane asks for at once: 16 bytes
 
@@ -201,11 +202,9 @@ def form_for(num_rows: int, num_columns: int, inner: int, gated: int) -> Spread 
     if num_rows > 1:
         num_programs = triton.cdiv(num_columns, 16)
         tile = Tile(16, 4, 128, 4 if num_programs <= 2 * PROCESSORS else 3)  # as many fit on a multiprocessor
-        span = tile.warps * tile.span
-        is_slow = inner >= LONG and num_programs <= 1.5 * PROCESSORS  # the one it has is not busy enough
-        if gated or num_programs > 3 * PROCESSORS or inner < 2 * span or inner % span or is_slow:
-            return None
-        return tile
+        step = tile.warps * tile.span
+        is_short = 2 * step <= inner < SEVERAL and inner % step == 0
+        return tile if is_short and not gated and num_programs <= 3 * PROCESSORS else None
     most = SHORT if gated or inner >= LONG else MEDIUM
     for sharing in (1, 2, 4, 8):
         steps = triton.cdiv(inner, PLACES.value * 32 * sharing)
