@@ -122,13 +122,37 @@ class Several:
     form: Rows | None  # None: by attention.py
 
 
-SEVERAL_FORMS = [
-    Several(None),
-    Several(Rows(64, 4, signals=True)),
-    Several(Rows(64, 8, signals=True)),
-    Several(Rows(32, 4, signals=True)),
-    Several(Rows(64, 4)),
-]
+# by a head's size
+SEVERAL_FORMS = {
+    64: [
+        Several(None),
+        Several(Rows(64, 8, signals=True)),
+        Several(Rows(64, 8, lanes=16, signals=True)),
+        Several(Rows(64, 4, lanes=16, signals=True)),
+        Several(Rows(128, 8, lanes=16, signals=True)),
+    ],
+    128: [
+        Several(None),
+        Several(Rows(64, 4, signals=True)),
+        Several(Rows(64, 8, signals=True)),
+        Several(Rows(64, 4, lanes=16, signals=True)),
+        Several(Rows(64, 8, lanes=16, signals=True)),
+        Several(Rows(32, 4, lanes=16, signals=True)),
+        Several(Rows(64, 4, lanes=16)),
+    ],
+    256: [Several(None), Several(Rows(64, 8, signals=True)), Several(Rows(32, 4, signals=True))],
+    576: [
+        Several(None),
+        Several(Rows(64, 8, slices=8)),
+        Several(Rows(64, 8, slices=8, lanes=16)),
+        Several(Rows(64, 8, slices=4)),
+        Several(Rows(64, 8, slices=4, lanes=16)),
+        Several(Rows(64, 8, slices=8, signals=True)),
+        Several(Rows(32, 8, slices=4)),
+        Several(Rows(32, 8, slices=8, num_programs=528)),
+    ],
+}
+HEAD_DIMS = {"gpt-oss-20b": 64}  # of what has no forms above; others have 128
 NORMED_FORMS = [Normed(0), Normed(1024), Normed(2**20)]
 Form = Rows | Normed | Several | int
 DEVICE, KIND, PAGE = ("cpu", torch.float32, 4) if SMOKE else ("cuda", torch.bfloat16, 16)
@@ -144,7 +168,11 @@ def parsed(name: str) -> tuple[str, str, int]:
 
 def forms_of(name: str) -> Sequence[Form]:
     shape, kind, _ = parsed(name)
-    return {"normed": NORMED_FORMS, "several": SEVERAL_FORMS}[kind] if kind else FORMS[shape][1]
+    return {"normed": NORMED_FORMS, "several": SEVERAL_FORMS[dim_of(shape)]}[kind] if kind else FORMS[shape][1]
+
+
+def dim_of(shape: str) -> int:
+    return FORMS[shape][0][2] if shape in FORMS else HEAD_DIMS.get(shape, 128)
 
 
 def name_of(form: Form) -> str:
@@ -160,6 +188,7 @@ def name_of(form: Form) -> str:
     words += [f"{form.num_programs} programs"] if form.num_programs else []
     words += [f"then {form.loop_keys}"] if form.loop_keys else []
     words += [] if form.ahead else ["asks late"]
+    words += [f"{form.lanes} lanes"] if form.lanes != 32 else []
     return ", ".join(words + (["next one begins early"] if form.signals else []))
 
 
@@ -243,7 +272,7 @@ def measure(name: str, forms: Sequence[Form], *, is_trial: bool) -> None:
             try:
                 if isinstance(form, Rows) and (not SMOKE or (form == forms_of(name)[2] and not is_trial)):
                     error = error_of(form, heads)
-                choose(engine, form, heads[2])
+                choose(engine, form, dim_of(shape))
                 cost = steady(engine, batch, CONTEXT if batch == 1 or drafts else SHORT, num_rounds)
             except Exception as failure:  # one form's: the others are still timed
                 if not is_trial:

@@ -56,24 +56,31 @@ def test_lone_rows(
         assert parts > lone_rows.MOST_PARTS
 
 
+SEVERAL_SHAPES = [
+    *SHAPES[:2],
+    (8, 1, 64, 64, 37, 0.0, True),  # more lanes than a program has, the last of them in part
+    (16, 1, 272, 256, 0, 0.0, False),
+]
+SEVERAL_FORMS = [*FORMS, Rows(32, 4, lanes=16)]
 SEVERAL = [(1, 0), (6, 150), (2, 31), (5, 30), (3, 0), (6, 27), (4, 299)]  # rows, and keys that are older
 
 
 @pytest.mark.parametrize("wanted_programs", [1, 60])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim", "window", "softcap", "sinks"), SHAPES[:2])
+@pytest.mark.parametrize("form", SEVERAL_FORMS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim", "window", "softcap", "sinks"), SEVERAL_SHAPES)
 def test_several_rows(
     heads: int, kv_heads: int, dim: int, value_dim: int, window: int, softcap: float, sinks: bool, form: Rows,
     wanted_programs: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """As many as lanes hold, of which each sees the keys before its own; some of the new ones are in two blocks."""
+    """In one block of lanes, or in several: each row sees the keys before its own; some new ones are in two blocks."""
     monkeypatch.setattr(attention_work, "WANTED_PROGRAMS", wanted_programs * kv_heads)
     monkeypatch.setitem(lone_rows.SEVERAL, dim, form)
     rows, starts, dtype = [each for each, _ in SEVERAL], [start for _, start in SEVERAL], DTYPES[-1]
     batch = batch_of(rows, starts, PAGE_SIZE, dtype)
     batch.first_key = 1 if window else 0
     num_pages = int(batch.page_table.max()) + 1
-    pages = tuple(random(num_pages, PAGE_SIZE, kv_heads, dim, dtype=dtype, seed=seed) for seed in (3, 5))
+    key_pages, value_pages = (random(num_pages, PAGE_SIZE, kv_heads, dim, dtype=dtype, seed=seed) for seed in (3, 5))
+    pages = (key_pages, (key_pages if dim > 256 else value_pages)[..., :value_dim])  # latents are both
     options = attention.AttentionOptions(dim**-0.5, window, softcap)
     keys, sink = keys_of(batch), random(heads, dtype=dtype) if sinks else None
     for layer in range(2):
@@ -112,5 +119,8 @@ def test_others_are_not_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not lone_rows.fits(random(1, 34, 16, dtype=dtype), pages, keys_of(one)), "more heads than lanes"
     many = batch_of([1] * 9, [3] * 9, PAGE_SIZE, dtype)
     assert not lone_rows.fits(random(9, 4, 16, dtype=dtype), pages, keys_of(many)), "more rows than it is for"
+    monkeypatch.setitem(lone_rows.SEVERAL, 16, Rows(16, 4))
+    assert lone_rows.fits(random(2, 128, 16, dtype=dtype), pages, keys_of(two))
+    assert not lone_rows.fits(random(2, 130, 16, dtype=dtype), pages, keys_of(two)), "more lanes than it is for"
     monkeypatch.delitem(lone_rows.CHOSEN, 16)
     assert not lone_rows.fits(random(1, 4, 16, dtype=dtype), pages, keys_of(one))

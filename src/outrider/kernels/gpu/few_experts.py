@@ -39,4 +39,5 @@ def experts(
         inner = lone_experts.up(x, ids, weights.up, weights.up_bias, activation)
     else:
         inner = sliced_experts.up_few(x, ids, operand(weights.up), weights.up_bias, activation)
-    return sliced_experts.down_few(inner, ids, shares, operand(weights.down), weights.down_bias, residual)
+    down = sliced_experts.down_few if len(ids) == 1 else sliced_experts.down_several
+    return down(inner, ids, shares, operand(weights.down), weights.down_bias, residual)

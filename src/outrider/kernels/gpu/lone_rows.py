@@ -19,7 +19,7 @@ from outrider.kernels.gpu.attention_parts import finish, leave
 from outrider.kernels.gpu.attention_work import ANY, ITEM, Form, Keys, work_for
 from outrider.kernels.gpu.page_bits import softmax_step
 
-BLOCK_M, MOST_LANES = 16, 32  # lanes: rows of a request times the heads that share a key head
+BLOCK_M, MOST_LANES = 16, 128  # lanes: rows of a request times the heads that share a key head
 MOST_REQUESTS = 8  # more of them keep a device busy as they are
 MOST_PARTS = 8  # that are looked up at once
 HELD = 64  # numbers of them that a thread holds
@@ -38,6 +38,7 @@ class Rows:
     num_programs: int | None = None  # that the list has room for, if not as many as usual: most find nothing to do
     loop_keys: int | None = None  # at a time, of what is left of a longer text, if not as many
     ahead: bool = True  # they are asked for before the launch before this one has ended
+    lanes: int = 32  # of a program, at most, where requests have several rows
     signals: bool = False  # the next launch may begin while parts are put together: most of the device is free
 
 
@@ -45,7 +46,8 @@ class Rows:
 # others are read by attention.py
 EARLY, EARLY_WIDE = Rows(64, 4, signals=True), Rows(64, 8, signals=True)
 CHOSEN = {64: EARLY, 128: EARLY, 256: Rows(32, 4, signals=True), 576: Rows(64, 8, slices=8)}
-SEVERAL = {64: EARLY_WIDE, 256: EARLY_WIDE}
+BY_LANES = Rows(64, 4, lanes=16, signals=True)
+SEVERAL = {64: BY_LANES, 128: BY_LANES, 256: EARLY_WIDE, 576: Rows(64, 8, slices=4)}
 
 
 @triton.jit
@@ -123,17 +125,17 @@ def _attend_rows(
     BLOCK_N: tl.constexpr, LOOP_N: tl.constexpr, IEEE: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr,
     AHEAD: tl.constexpr, SIGNALS: tl.constexpr, SEVERAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As attention._attend for requests of one row, or of SEVERAL whose lanes are one block. VALUE: numbers of a slice
-    of the values. The list is looked up by loads that are volatile only so that none of them is put off until another
+    """As attention._attend for requests of one row, or of SEVERAL, whose lanes may be several blocks. VALUE: numbers of
+    a slice of the values. The list is looked up by loads that are volatile only so that none of them is put off until another
     one is here."""
     item = items + tl.program_id(1) * ITEM
     request, first_row = tl.load(item, volatile=True), tl.load(item + 1, volatile=True)
     part, parts = tl.load(item + 4, volatile=True), tl.load(item + 5, volatile=True)
     first_part, counter = tl.load(item + 6, volatile=True), tl.load(item + 7, volatile=True)
     newest = tl.load(item + 8, volatile=True)
-    rows = 1
+    rows, first_lane = 1, 0
     if SEVERAL:
-        rows = tl.load(item + 2, volatile=True)
+        rows, first_lane = tl.load(item + 2, volatile=True), tl.load(item + 3, volatile=True) * BLOCK_M
     if request < 0:
         if EARLY:
             tl.extra.cuda.gdc_wait()
@@ -164,7 +166,7 @@ def _attend_rows(
     if EARLY and AHEAD:
         tl.extra.cuda.gdc_wait()
 
-    lane = tl.arange(0, BLOCK_M)
+    lane = first_lane + tl.arange(0, BLOCK_M)
     inside = lane < rows * GROUP
     row, head = (lane // GROUP, lane % GROUP) if SEVERAL else (lane * 0, lane)
     q_at = q + (first_row + row).to(tl.int64)[:, None] * q_row + (kv_head * GROUP + head)[:, None] * q_head
@@ -200,7 +202,7 @@ def _attend_rows(
         ):  # fmt: skip
             if SIGNALS and EARLY:
                 tl.extra.cuda.gdc_launch_dependents()
-            few = tl.arange(0, LANES)
+            few = first_lane + tl.arange(0, LANES)
             best_of_all, weight_of_all, total_of_all = _together(
                 maxima, sums, partial, first_part.to(tl.int64), parts, few < rows * GROUP, here, num_places, VALUE,
                 BLOCK_VALUE, BLOCK_M, LANES, PIECE,
@@ -220,15 +222,15 @@ def fits(q: Tensor, pages: tuple[Tensor, Tensor], keys: Keys) -> bool:
     """Whether few have one row each, or a few, whose newest keys are their own, and such heads are read here. (A GPU's
     registers are not made for float32.)"""
     num_rows, num_heads, dim = q.shape
-    lanes, most = keys.max_rows * (num_heads // pages[0].shape[2]), BLOCK_M if keys.max_rows == 1 else MOST_LANES
-    num_requests = num_rows if keys.max_rows == 1 else len(keys.query_start) - 1
+    lanes, several = keys.max_rows * (num_heads // pages[0].shape[2]), keys.max_rows > 1
+    num_requests = len(keys.query_start) - 1 if several else num_rows
     return (
-        dim in (CHOSEN if keys.max_rows == 1 else SEVERAL)
+        dim in (SEVERAL if several else CHOSEN)
         and num_requests <= MOST_REQUESTS
         and (q.element_size() == 2 or not q.is_cuda)
         and keys.last_key is None
         and pages[0].dtype == q.dtype
-        and lanes <= most
+        and lanes <= (MOST_LANES if several else BLOCK_M)
     )
 
 
@@ -253,7 +255,7 @@ def attend_rows(
     several, group, table = keys.max_rows > 1, num_heads // num_kv_heads, keys.page_table
     chosen = (SEVERAL if several else CHOSEN)[dim]
     slices = chosen.slices if value_dim % (chosen.slices * 16) == 0 else 1
-    block_m = BLOCK_M if keys.max_rows * group <= BLOCK_M else MOST_LANES
+    block_m = BLOCK_M if keys.max_rows * group <= BLOCK_M else chosen.lanes
     form = Form(ANY, block_m, chosen.keys, chosen.warps, num_programs=chosen.num_programs, least_keys=chosen.least_keys)
     num_places, value_dim = num_kv_heads * slices, value_dim // slices
     work, is_new = work_for(keys, group, num_places, form, window, None)
