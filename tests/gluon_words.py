@@ -285,7 +285,7 @@ def reduced(function: Any) -> Callable[[Any, int], Any]:
 
 LANGUAGE = SimpleNamespace(
     int32=np.int32, int64=np.int64, float32=np.float32, load=load, store=store, atomic_add=atomic_add,
-    allocate_shared_memory=allocate_shared_memory, static_range=range,
+    allocate_shared_memory=allocate_shared_memory, static_range=range, debug_barrier=lambda: None,
     convert_layout=lambda x, layout, assert_trivial=False: x,
     arange=lambda begin, end, layout=None: block(np.arange(begin, end, dtype=np.int32)),
     full=lambda shape, value, dtype, layout=None: block(np.full(shape, value, dtype)),
@@ -294,6 +294,7 @@ LANGUAGE = SimpleNamespace(
     max=reduced(np.max), min=reduced(np.min), sum=reduced(np.sum), exp=lambda x: block(np.exp(x)),
     exp2=lambda x: block(np.exp2(x)), int16=np.int16, bfloat16=np.float32, inline_asm_elementwise=widened,
     cast=lambda x, dtype: dtype(x), join=lambda a, b: block(np.stack((a, b), -1)),
+    permute=lambda x, order: block(x.transpose(order)),
     reshape=lambda x, shape: block(x.reshape(shape)), DistributedLinearLayout=lambda *args: None,
     where=lambda mask, a, b: block(np.where(mask, a, b)), maximum=lambda a, b: block(np.maximum(a, b)),
     minimum=lambda a, b: block(np.minimum(a, b)), program_id=lambda axis: here.program[0],

@@ -1,13 +1,14 @@
-"""Experts of a few rows in every form (`kernels/gpu/sliced_experts.py`), on one GPU in a minute, and how many experts the
-rows of a round of EAGLE-3 choose between them.
+"""Experts of a few rows in every form (`kernels/gpu/sliced_experts.py`), on one GPU in a minute, and how many experts
+the rows of a round of EAGLE-3 choose between them.
 
     PYTHONPATH=src python scripts/h200/experts.py [SHAPE...]            of SHAPES; none: all
     PYTHONPATH=src python scripts/h200/experts.py choices [SHAPE...]    random weights, K = 5, layer by layer
 
 Six rows, whose experts are drawn independently or from twice as many as one row takes. Every form is checked against
 torch, then timed in CUDA graphs over other experts each time, in two copies of the weights. A line: how many experts
-are read, us of reading them once, then every form from the fastest on: up and down, columns . slices . stages . programs
-(p: of every pair its own); `rows`: every row reads its own. `SMOKE=1 TRITON_INTERPRET=1`: on a CPU."""
+are read, us of reading them once, then every form from the fastest on: columns . slices . stages . programs (as many
+times as a row has experts; 0: one for every pair); `rows`: every row reads its own. `SMOKE=1 TRITON_INTERPRET=1`: on a
+CPU."""
 
 from __future__ import annotations
 
@@ -104,8 +105,7 @@ def compare(name: str, shape: Shape) -> None:
     x = torch.randn(ROWS, shape.hidden, device=DEVICE).to(KIND)
     inner = torch.randn(ROWS * shape.chosen, shape.inner, device=DEVICE).to(KIND)
     residual, shares = torch.randn_like(x), torch.rand(ROWS, shape.chosen, device=DEVICE)
-    bytes_of = [(each if isinstance(each, Tensor) else each).nbytes if isinstance(each, Tensor) else each.num_bytes
-                for each in (ups[0], downs[0])]  # fmt: skip
+    bytes_of = [each.nbytes if isinstance(each, Tensor) else each.num_bytes for each in (ups[0], downs[0])]
 
     def up(ids: Tensor, copy: int, tile: Tile) -> Tensor:
         return sliced_experts.up_few(x, ids, operand(ups[copy]), None, shape.activation, tile)

@@ -19,8 +19,9 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere")
 from gluon_words import Kernel
 
 from outrider.kernels.activation import gelu_tanh_mul, silu_mul
-from outrider.kernels.gpu import epilogue, gates, held, quantised, widen
+from outrider.kernels.gpu import epilogue, gates, held, product_parts, quantised, widen
 from outrider.kernels.gpu.held import Tile
+from outrider.kernels.gpu.product_parts import counters_for
 from outrider.kernels.quantised import FP4_VALUES, Kind, gathered
 
 SIGNED_FP4 = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
@@ -32,6 +33,18 @@ def anywhere() -> Iterator[None]:
         if not CUDA:
             patch.setattr(held, "_held", Kernel("_held", gates, epilogue, held))
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sums that another launch has made."""
+    empty = torch.empty
+
+    def filled(*size: Any, **options: Any) -> torch.Tensor:
+        made = empty(*size, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", filled)
 
 
 @pytest.fixture
@@ -48,7 +61,11 @@ def compare(rows: int, columns: int, runs: int, tile: Tile | None, *, kind: Kind
     bias = torch.randn(len(weight.data), device=DEVICE).to(dtype) if has_bias else None
     residual = torch.randn(rows, columns, device=DEVICE).to(dtype) if has_residual else None
     assert held.fits(x, weight, residual, gated)
-    found = held.linear(x, weight, bias, residual, gated=gated, tile=tile)
+    out = torch.full((rows, columns), float("nan"), dtype=dtype, device=DEVICE)
+    found = held.linear(x, weight, bias, residual, gated=gated, out=out, tile=tile)
+    counters = counters_for(x.device, 8)
+    assert counters is not None
+    assert not counters.any()
     wanted = x.float() @ weight.dense(torch.float32).T + (0 if bias is None else bias.float())
     if gated:
         wanted = (silu_mul if gated == gates.SILU else gelu_tanh_mul)(wanted)
@@ -93,6 +110,33 @@ def test_offsets_and_gates_of_sixteen_rows(rows: int, kind: Kind) -> None:
     compare(rows, 64, 9, Tile(2, 4, 2), kind=kind, has_offset=True)
     compare(rows, 64, 8, Tile(4, 4, 1), kind=kind, has_offset=True, gated=gates.SILU)
     compare(rows, 64, 9, None, kind=kind, gated=gates.GELU, has_bias=True)
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize(
+    "tile", [Tile(1, 4, 2, 2), Tile(2, 8, 1, 3), Tile(4, 4, 1, 4), Tile(4, 8, 2, 2), Tile(8, 4, 1, 2)]
+)
+@pytest.mark.parametrize("rows", [1, 8, 9, 16])
+def test_inputs_that_programs_share(rows: int, tile: Tile) -> None:
+    compare(rows, 128, 16, tile)
+    compare(rows, 128, 11, tile, has_bias=True, has_residual=True)  # parts are not as long as each other
+    compare(rows, 128, 9, tile, kind=Kind.UINT4, has_offset=True, has_residual=True)
+    compare(rows, 128, 1, tile, has_residual=True)  # more parts than there are runs
+    compare(rows, 64, 8, Tile(4, tile.warps, tile.stages, tile.split), gated=gates.SILU)  # which are not shared
+
+
+@pytest.mark.parametrize("split", [2, 3, 4])
+def test_shared_sums_are_added_in_their_order(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However programs are scheduled, bits are the same; and without counters nothing is shared."""
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    weight = random_weight(Kind.INT4, 256, 13, 128, has_offset=False, is_ordered=False)
+    x = torch.randn(11, 13 * 128, device=DEVICE).to(dtype)
+    alone = held.linear(x, weight, tile=Tile(2, 4, 1))
+    found = [held.linear(x, weight, tile=Tile(2, 4, 1, split)) for _ in range(5)]
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert not torch.equal(found[0], alone)
+    monkeypatch.setattr(product_parts, "MAX_COUNTERS", 7)
+    assert torch.equal(held.linear(x, weight, tile=Tile(2, 4, 1, split)), alone)
 
 
 def test_what_does_not_fit() -> None:
@@ -197,12 +241,13 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from outrider.kernels.gpu import held
 
-types = dict.fromkeys(("x", "bias", "residual", "out"), "*bf16") | {"data": "*i32", "scale": "*fp32", "offset": "*fp32"}
+types = dict.fromkeys(("x", "bias", "residual", "out"), "*bf16") | dict.fromkeys(("data", "counters"), "*i32")
+types |= dict.fromkeys(("scale", "offset", "sums"), "*fp32")
 for text in sys.argv[1:]:
-    rows, tiles, warps, stages, gated, even, offset = map(int, text.split(","))
+    rows, tiles, warps, stages, gated, even, offset, split = map(int, text.split(","))
     constants = dict(
         RAISE=17.0, EVEN=bool(even), HAS_OFFSET=bool(offset), GATED=gated, HAS_BIAS=False, HAS_RESIDUAL=not gated,
-        ROWS=rows, TILES=tiles, WARPS=warps, STAGES=stages, EARLY=True,
+        ROWS=rows, TILES=tiles, WARPS=warps, STAGES=stages, SPLIT=split, EARLY=True,
     )
     names = held._held.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -218,12 +263,16 @@ for text in sys.argv[1:]:
     sums = stages * (tiles + (rows == 8 or offset))  # of a run's weights, and of its inputs alone
     assert after.count("mma.sync") == 2 * rows * sums, "not eight products for eight rows, in the loop and behind it"
     assert "ldmatrix" not in code and code.count("bar.sync") <= rows // 2 * tiles
+    if split > 1:
+        size = 16 * tiles * rows // (4 * 32 * warps)  # of a part, in fours a thread
+        assert code.count("ld.global.cg.v4") == split * size and code.count("bar.sync") <= 4
     print(text)
 """
 
 
 def test_held_compiles_for_hopper() -> None:
     forms = ["8,1,4,4,0,1,0", "8,2,4,2,1,1,0", "8,4,4,2,0,1,0", "8,1,8,2,0,0,1", "16,1,4,4,0,1,0", "16,4,4,2,1,0,1"]
+    forms = [*(f"{form},1" for form in forms), "16,4,4,1,0,1,0,4", "16,4,8,2,0,0,1,2"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run(
         [sys.executable, "-c", COMPILED, *forms], capture_output=True, text=True, timeout=300, env=environment

@@ -1,14 +1,14 @@
 """y = x W^T for up to sixteen rows, and whole numbers of 4 bits, in Gluon: weights go from memory straight into the
 registers where tensor cores want them. A lane asks for 16 bytes of a row, and whatever order its numbers have there the
 input's have too; so nothing passes through shared memory, and no warp waits for another before all sums are made. Each
-warp has its own runs of inputs, some of them on their way; the first are asked for before the input is there."""
+warp has its own runs of inputs, some of them on their way; the first are asked for before the input is there. Every
+program reads all of the input; or, where several share their outputs, a part of it (product_parts.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,6 +17,7 @@ from triton.language.extra import cuda
 
 from outrider.kernels.gpu import gates, launch
 from outrider.kernels.gpu.epilogue import beside, finish
+from outrider.kernels.gpu.product_parts import counters_for, is_last, place_of, put_together
 from outrider.kernels.gpu.widen import INT4_ASM, RAISED_ASM, UINT4_ASM
 from outrider.kernels.quantised import Kind, Quantised
 
@@ -35,6 +36,7 @@ class Tile:
     tiles: int  # of 16 outputs, of a program; with a gate, half of them are ups
     warps: int  # that share an output's inputs
     stages: int  # runs of a warp that are on their way
+    split: int = 1  # programs that share an output's inputs
 
 
 @gluon.jit
@@ -109,15 +111,41 @@ def _turn(
     return sums
 
 
+@gluon.jit
+def _halved(tiles):
+    """Half as many, of twice the size: two that are half of all apart, by turns."""
+    HALF: gl.constexpr = len(tiles) // 2
+    pairs = ()
+    for number in gl.static_range(HALF):
+        pairs = pairs + (gl.join(tiles[number], tiles[number + HALF]),)  # noqa: RUF005
+    return pairs
+
+
+@gluon.jit
+def _added_up(tiles, TILES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Up to eight tiles [W, N, M] of sums below each other, added up over warps at once: [TILES N, M]."""
+    if TILES > 1:
+        tiles = _halved(tiles)
+    if TILES > 2:
+        tiles = _halved(tiles)
+    if TILES > 4:
+        tiles = _halved(tiles)
+    WARPS: gl.constexpr = tiles[0].shape[0]
+    ROWS: gl.constexpr = tiles[0].shape[2]
+    below = gl.permute(gl.reshape(tiles[0], (WARPS, HEIGHT, ROWS, TILES)), (0, 3, 1, 2))
+    return gl.sum(gl.convert_layout(gl.reshape(below, (WARPS, TILES * HEIGHT, ROWS)), LAYOUT), 0)
+
+
 @gluon.jit(do_not_specialize=["num_rows"])  # compiled once for any number
 def _held(
-    x, data, scale, offset, bias, residual, out, num_rows, num_columns, num_runs, width, scale_stride, x_stride,
-    residual_stride, RAISE: gl.constexpr, EVEN: gl.constexpr, HAS_OFFSET: gl.constexpr, GATED: gl.constexpr,
+    x, data, scale, offset, bias, residual, out, sums, counters, num_rows, num_columns, num_runs, width, scale_stride,
+    x_stride, residual_stride, RAISE: gl.constexpr, EVEN: gl.constexpr, HAS_OFFSET: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """data [N, width]: runs of PART words, one scale each. GATED, a gate's number: its rows are gates, then ups, and so
-    are tiles by turns. ROWS of the input: 8, the N of a product, or 16, two products with the same widened weights."""
+    are tiles by turns. ROWS of the input: 8, the N of a product, or 16, two products with the same widened weights.
+    SPLIT: sums [SPLIT, T, N] are those of each part of the inputs, which the last program of an output adds up."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)  # a lane has eight neighbours, in four words
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
@@ -127,7 +155,13 @@ def _held(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
     TWO: gl.constexpr = GATED > 0
     STEP: gl.constexpr = WARPS * STAGES
-    begin = gl.program_id(0) * (TILES // (2 if TWO else 1) * HEIGHT)
+    tile, part = gl.program_id(0) // SPLIT, gl.program_id(0) % SPLIT
+    begin = tile * (TILES // (2 if TWO else 1) * HEIGHT)
+    if SPLIT > 1:
+        first_run = part * num_runs // SPLIT
+        num_runs = (part + 1) * num_runs // SPLIT - first_run
+        data, x = data + first_run * WIDTH, x + first_run * (4 * PART)
+        scale, offset = scale + first_run * scale_stride, offset + first_run * scale_stride
     run = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))
     column = begin + gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))
     place = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
@@ -182,18 +216,38 @@ def _held(
         cuda.gdc_launch_dependents()
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(0, SUMS)))[None, :]
     column = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS)))[:, None] + begin
-    for number in gl.static_range(TILES // (2 if TWO else 1)):
-        first = gl.sum(totals[number * 2 if TWO else number], 0) * UNIT
-        second = gl.sum(totals[number * 2 + 1], 0) * UNIT if TWO else first
+    if SPLIT == 1:
+        for number in gl.static_range(TILES // (2 if TWO else 1)):
+            first = gl.sum(totals[number * 2 if TWO else number], 0) * UNIT
+            second = gl.sum(totals[number * 2 + 1], 0) * UNIT if TWO else first
+            fits = (row < num_rows) & (column < num_columns)
+            first_bias, second_bias, more = beside(
+                bias, residual, row, column, fits, num_columns, residual_stride, GATED, HAS_BIAS, HAS_RESIDUAL
+            )
+            finish(
+                first, second, first_bias, second_bias, more, out, row, column, fits, num_columns, GATED, HAS_BIAS,
+                HAS_RESIDUAL,
+            )  # fmt: skip
+            column += HEIGHT
+    else:
+        ADDED: gl.constexpr = gl.BlockedLayout(  # a thread adds up four neighbours
+            [WARPS, 4, 1], [1, 4 * TILES if TILES < 8 else 32, 8 // TILES if TILES < 8 else 1], [1, 1, WARPS], [1, 2, 0]
+        )
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(0, ADDED)))[None, :]
+        column = gl.arange(0, TILES * HEIGHT, layout=gl.SliceLayout(1, gl.SliceLayout(0, ADDED)))[:, None] + begin
         fits = (row < num_rows) & (column < num_columns)
         first_bias, second_bias, more = beside(
-            bias, residual, row, column, fits, num_columns, residual_stride, GATED, HAS_BIAS, HAS_RESIDUAL
+            bias, residual, row, column, fits, num_columns, residual_stride, False, HAS_BIAS, HAS_RESIDUAL
         )
-        finish(
-            first, second, first_bias, second_bias, more, out, row, column, fits, num_columns, GATED, HAS_BIAS,
-            HAS_RESIDUAL,
-        )  # fmt: skip
-        column += HEIGHT
+        total = _added_up(totals, TILES, ADDED) * UNIT
+        own = sums + gl.cast(part, gl.int64) * num_rows * num_columns
+        gl.store(own + place_of(row, column, num_columns), total, mask=fits)
+        if is_last(counters + tile, SPLIT):
+            total = put_together(total, part, sums, row, column, fits, num_rows, num_columns, SPLIT)
+            finish(
+                total, total, first_bias, second_bias, more, out, row, column, fits, num_columns, False, HAS_BIAS,
+                HAS_RESIDUAL,
+            )  # fmt: skip
 
 
 def linear(
@@ -213,14 +267,20 @@ def linear(
         return out
     num_runs = weight.num_columns // RUN
     tile = tile or tile_for(num_rows, num_columns, num_runs, gated)
+    num_tiles = num_columns // outputs_of(tile, gated)
+    assert num_tiles * outputs_of(tile, gated) == num_columns
+    counters = counters_for(x.device, num_tiles)  # made where nothing is split yet, lest a recording wants them
+    split = min(tile.split, num_runs) if not gated and counters is not None else 1
+    sums = out if split == 1 else torch.empty(split, num_rows, num_columns, dtype=torch.float32, device=x.device)
     words, scale, early = weight.data.view(torch.int32), weight.scale, launch.early(x)
-    _held[(triton.cdiv(num_columns, outputs_of(tile, gated)),)](
+    _held[(num_tiles * split,)](
         x, words, scale, scale if weight.offset is None else weight.offset, out if bias is None else bias,
-        out if residual is None else residual, out, num_rows, num_columns, num_runs, words.stride(0), scale.stride(0),
-        x.stride(0), 0 if residual is None else residual.stride(0), RAISE=17.0 if weight.kind is Kind.INT4 else 16.0,
-        EVEN=num_runs % (tile.warps * tile.stages) == 0, HAS_OFFSET=weight.offset is not None, GATED=int(gated),
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, ROWS=8 if num_rows <= 8 else 16, TILES=tile.tiles,
-        WARPS=tile.warps, STAGES=tile.stages, EARLY=early, num_warps=tile.warps, **launch.options(early),
+        out if residual is None else residual, out, sums, sums if counters is None else counters, num_rows, num_columns,
+        num_runs, words.stride(0), scale.stride(0), x.stride(0), 0 if residual is None else residual.stride(0),
+        RAISE=17.0 if weight.kind is Kind.INT4 else 16.0, EVEN=num_runs % (tile.warps * tile.stages * split) == 0,
+        HAS_OFFSET=weight.offset is not None, GATED=int(gated), HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None, ROWS=8 if num_rows <= 8 else 16, TILES=tile.tiles, WARPS=tile.warps,
+        STAGES=tile.stages, SPLIT=split, EARLY=early, num_warps=tile.warps, **launch.options(early),
     )  # fmt: skip
     return out
 

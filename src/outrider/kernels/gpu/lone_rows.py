@@ -126,8 +126,8 @@ def _attend_rows(
     AHEAD: tl.constexpr, SIGNALS: tl.constexpr, SEVERAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As attention._attend for requests of one row, or of SEVERAL, whose lanes may be several blocks. VALUE: numbers of
-    a slice of the values. The list is looked up by loads that are volatile only so that none of them is put off until another
-    one is here."""
+    a slice of the values. The list is looked up by loads that are volatile only so that none of them is put off until
+    another one is here."""
     item = items + tl.program_id(1) * ITEM
     request, first_row = tl.load(item, volatile=True), tl.load(item + 1, volatile=True)
     part, parts = tl.load(item + 4, volatile=True), tl.load(item + 5, volatile=True)
