@@ -6,8 +6,7 @@ First every form is checked against torch, in a process for each matrix and numb
 ended. Then forms that were right are timed, in CUDA graphs over more weights than the L2 holds. A line: rows and
 matrix, us of reading the weight once, then every form from the fastest on; `*`: the one that is chosen today.
 h, held.py: tiles of 16 outputs . warps . stages, and . parts where inputs are shared; s, sliced.py: slices . outputs .
-stages . warps; w, wide.py: outputs . stages . warps . parts, with x if the last program adds them up, and no second
-launch."""
+stages . warps; w, wide.py: outputs . stages . warps . parts."""
 
 from __future__ import annotations
 
@@ -45,12 +44,11 @@ SHARED = ("2.8.2.2", "4.4.2.2", "4.4.1.4", "4.8.1.2")
 SHARED_16 = (*SHARED, "2.4.2.2", "2.4.2.4", "4.4.1.2", "4.4.2.4", "4.8.2.2", "8.4.1.4", "8.8.1.4")
 SLICED = ("4.16.4.4", "4.32.4.4", "4.32.2.4", "8.32.3.4", "4.64.3.4")
 WIDE = ("64.3.4.1", "64.4.4.1", "64.4.4.2", "64.4.4.4", "128.3.8.1", "128.3.8.2")
-WIDE = (*WIDE, "64.4.4.2x", "64.4.4.3x", "64.4.4.4x", "64.3.4.4x", "128.3.8.2x", "128.3.8.4x")
-WIDE_16 = ("64.4.4.1", "64.6.4.1", "128.3.8.1", "64.4.4.2x", "64.4.4.4x", "64.6.4.4x", "64.4.4.8x", "128.3.8.4x")
+WIDE_16 = ("64.4.4.1", "64.6.4.1", "128.3.8.1", "64.4.4.2", "64.4.4.4", "64.4.4.8")
 if SMOKE:
     ROWS = (1, 16, 64)
     MATRICES = {"plain": (128, 1024, gates.NONE), "gated": (256, 1024, gates.SILU)}
-    HELD, SLICED, WIDE = ("1.4.2", "2.4.1"), ("4.16.4.4",), ("64.3.4.1", "64.3.4.2", "64.3.4.2x")
+    HELD, SLICED, WIDE = ("1.4.2", "2.4.1"), ("4.16.4.4",), ("64.3.4.1", "64.3.4.2")
     HELD_16, SHARED, SHARED_16, WIDE_16 = HELD, ("2.4.1.2",), ("4.4.1.3",), WIDE
 
 
@@ -70,12 +68,11 @@ def forms(rows: int, name: str) -> list[str]:
 def product(form: str, x: Tensor, weight: Quantised, gated: int) -> Tensor:
     if form == "now":
         return quantised.linear(x, weight, gated=gated)
-    sizes = tuple(map(int, form[1:].rstrip("x").split(".")))
+    sizes = tuple(map(int, form[1:].split(".")))
     if form[0] == "h":
         return held.linear(x, weight, gated=gated, tile=held.Tile(*sizes))
     if form[0] == "w":
-        block_n, stages, warps, split = sizes
-        return wide.linear(x, weight, gated=gated, tile=wide.Tile(block_n, stages, warps, split, form.endswith("x")))
+        return wide.linear(x, weight, gated=gated, tile=wide.Tile(*sizes))
     slices, block_n, stages, warps = sizes
     tile = sliced.Tile(slices, 8 if len(x) <= 8 else 16, block_n, stages, warps)
     return sliced.linear(

@@ -154,7 +154,6 @@ from triton.compiler import ASTSource
 from outrider.kernels.gpu import sliced, wide
 
 POINTERS = dict.fromkeys(("x", "scale", "offset", "bias", "residual", "out"), "*bf16") | {"data": "*i16"}
-POINTERS |= {"sums": "*fp32", "counters": "*i32"}
 SLICED = dict(EVEN=True, HAS_SCALE=True, FAST=True, SLICES=4, BLOCK_M=8, STAGES=3, EARLY=True)
 WIDE = dict(EVEN=True, FAST=True, BLOCK_M=16, BLOCK_N=64, SPLIT=1, STAGES=3, EARLY=True)
 FORMS = [
@@ -166,22 +165,17 @@ FORMS = [
     (wide._wide, WIDE | dict(KIND=0, PART=32, GROUP=128)),
     (wide._wide, WIDE | dict(KIND=1, PART=32, GROUP=128, HAS_OFFSET=True)),
     (wide._wide, WIDE | dict(KIND=4, PART=64, GROUP=0)),
-    (wide._wide, WIDE | dict(KIND=0, PART=32, GROUP=128, BLOCK_M=64, SPLIT=4, JOINED=True, HAS_RESIDUAL=True)),
 ]
 for kernel, constants in FORMS:
     names = kernel.arg_names
     constants |= {name: False for name in names if name.isupper() and name not in constants}
     signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    whole = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in (*POINTERS, "num_columns")}
-    source = ASTSource(kernel, signature, constexprs=values, attrs=whole)
-    code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    made = compile(
+        ASTSource(kernel, signature, constexprs=values), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+    )
     if kernel is wide._wide and constants["KIND"] < 2:
-        assert code.count("wgmma.wait_group") == 1, "a run is waited for more than once"
-    if constants.get("JOINED"):
-        before, after = code.split("atom.global.gpu.acq_rel", 1)
-        assert before.count("st.global.v4") == 8 and after.count("ld.global.cg.v4") == 4 * 8
-        assert after.count("bar.sync") <= 2, "sums that are not read as they were left"
+        assert made.asm["ptx"].count("wgmma.wait_group") == 1, "a run is waited for more than once"
     print(kernel.__name__)
 """
 
@@ -192,7 +186,7 @@ def test_products_with_few_bits_compile() -> None:
         [sys.executable, "-c", FEW_BITS], capture_output=True, text=True, timeout=300, env=environment
     )
     assert found.returncode == 0, found.stderr[-2000:]
-    assert len(found.stdout.split()) == 9
+    assert len(found.stdout.split()) == 8
 
 
 PROMPTS = """

@@ -269,7 +269,7 @@ def linear(
     tile = tile or tile_for(num_rows, num_columns, num_runs, gated)
     num_tiles = num_columns // outputs_of(tile, gated)
     assert num_tiles * outputs_of(tile, gated) == num_columns
-    counters = counters_for(x.device, num_tiles)  # made where nothing is split yet, lest a recording wants them
+    counters = counters_for(x.device, num_tiles)
     split = min(tile.split, num_runs) if not gated and counters is not None else 1
     sums = out if split == 1 else torch.empty(split, num_rows, num_columns, dtype=torch.float32, device=x.device)
     words, scale, early = weight.data.view(torch.int32), weight.scale, launch.early(x)
@@ -302,11 +302,14 @@ def fits(x: Tensor, weight: Quantised, residual: Tensor | None = None, gated: in
 
 
 def tile_for(num_rows: int, num_columns: int, num_runs: int, gated: int) -> Tile:
-    """Measured on an H200 (scripts/h200/int4.py): the same for one row and for six."""
+    """Measured on an H200 (scripts/h200/int4.py)."""
+    is_long, is_few = num_runs >= LONG, num_columns <= FEW
     if gated:
         return Tile(4, 4, 2)
     if num_columns >= MANY:
         return Tile(4, 4, 1)
-    if num_runs >= LONG:
-        return Tile(1 if num_rows <= 8 else 2, 8, 2)
-    return Tile(1, 4, 8 if num_columns <= FEW else 4)
+    if num_rows == 1:
+        return Tile(1, 8, 2) if is_long else Tile(1, 4, 8 if is_few else 4)
+    if num_rows <= 8:
+        return Tile(2, 8, 2, 2) if is_long else Tile(1, 4, 8) if is_few else Tile(4, 4, 1, 4)
+    return Tile(4, 8, 1, 2) if is_long else Tile(4, 4, 1, 4) if is_few else Tile(2, 4, 2, 2)

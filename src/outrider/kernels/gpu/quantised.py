@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.gpu import gates, sliced, wide, widen
+from outrider.kernels.gpu import gates, product_parts, sliced, wide, widen
 from outrider.kernels.gpu.hopper import on_hopper
 from outrider.kernels.quantised import Quantised, scales
 
@@ -29,6 +29,8 @@ def linear(
     result, dense."""
     num_columns = len(weight.data) // 2 if gated else len(weight.data)
     held = on_hopper("held", x.device) if not exact and x.dtype == torch.bfloat16 else None
+    if held is not None:
+        product_parts.counters_for(x.device, 0)  # they are made here, whoever comes first: not within a recording
     if held is not None and held.fits(x, weight, residual, gated):
         return held.linear(x, weight, bias, residual, gated=gated, out=out)
     if not exact and wide.is_for(len(x), num_columns, weight.num_columns, weight.kind.num_parts, gated):

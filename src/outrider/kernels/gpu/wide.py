@@ -1,10 +1,9 @@
 """y = x W^T for more rows than a few, and a weight in few bits: a program's warps share one product, whose weights go
 from registers to the tensor cores as soon as they are widened. Where outputs are few, several programs share the inputs
-of one, and the last of them adds up their sums (product_parts.py), or a second launch does."""
+of one, and a second launch adds up their sums in their order."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,14 +13,13 @@ from torch import Tensor
 
 from outrider.kernels.gpu import gates, launch, sliced, widen
 from outrider.kernels.gpu.epilogue import beside, finish
-from outrider.kernels.gpu.product_parts import counters_for, is_last, place_of, put_together
 from outrider.kernels.gpu.sums import operand
 from outrider.kernels.quantised import Quantised
 
 MAX_BLOCK = 64  # rows of a program: more do not fit into registers
 MAX_SPLIT = 4
-MIN_RUNS = 16  # of a part, about: shorter ones are not worth their sums
-BLOCK = 1024  # outputs whose parts a program of the second launch adds up
+MIN_RUNS = 16  # of a part, about: shorter ones are not worth a second launch
+BLOCK = 1024  # outputs whose parts a program adds up
 
 
 @dataclass(frozen=True)
@@ -30,20 +28,17 @@ class Tile:
     stages: int
     warps: int = 4
     split: int = 1  # programs that share an output's inputs
-    joined: bool = True  # the last of which adds up their sums, and there is no second launch
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # compiled once for any number
 def _wide(
-    x, data, scale, offset, bias, residual, out, sums, counters,
+    x, data, scale, offset, bias, residual, out,
     num_rows, num_columns, inner, num_runs, width, scale_stride, x_stride, residual_stride,
     KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, HAS_OFFSET: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IEEE: tl.constexpr, FAST: tl.constexpr,
-    SPLIT: tl.constexpr, JOINED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As sliced._linear, without slices. SPLIT: sums [SPLIT, T, N] are those of each part of the inputs, which the last
-    program of an output adds up if they are JOINED, and else another launch."""
+    """As sliced._linear, without slices. SPLIT: out [SPLIT, T, N] has the sums of each part of the inputs."""
     PARTS: tl.constexpr = 2 if KIND > 2 else 4
     RUN: tl.constexpr = PARTS * PART
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # programs with the same weights are neighbours
@@ -54,13 +49,12 @@ def _wide(
         tl.extra.cuda.gdc_wait()
     row_fits = row < num_rows
     fits = row_fits[None, :] & (column < num_columns)[:, None]
-    if SPLIT == 1:
-        first_bias, second_bias, more = beside(
-            bias, residual, row[None, :], column[:, None], fits, num_columns, residual_stride, GATED, HAS_BIAS,
-            HAS_RESIDUAL,
-        )  # fmt: skip
-    part = tl.program_id(2)
-    begin, end = part * num_runs // SPLIT, (part + 1) * num_runs // SPLIT
+    first_bias, second_bias, more = beside(
+        bias, residual, row[None, :], column[:, None], fits, num_columns, residual_stride, GATED, HAS_BIAS, HAS_RESIDUAL
+    )
+    share = tl.cdiv(num_runs, SPLIT)
+    begin = tl.program_id(2) * share
+    end = tl.minimum(begin + share, num_runs)
     up = tl.cast(num_columns, tl.int64) * width
     data_at = data + near.to(tl.int64)[:, None] * width + place[None, :]
     x_at = x + row.to(tl.int64)[:, None] * x_stride
@@ -119,26 +113,12 @@ def _wide(
         total *= tl.load(scale_at).to(tl.float32)[:, None]
         if GATED:
             second *= tl.load(scale_at + num_columns).to(tl.float32)[:, None]
-    if SPLIT == 1:
-        finish(
-            total, second, first_bias, second_bias, more, out, row[None, :], column[:, None], fits, num_columns,
-            GATED, HAS_BIAS, HAS_RESIDUAL,
-        )  # fmt: skip
-    else:
-        column = tl.max_contiguous(column, 4)  # of a thread, of whatever size: it reads sums as it has left its own
-        own = sums + part.to(tl.int64) * num_rows * num_columns
-        tl.store(own + place_of(row[None, :], column[:, None], num_columns), total, mask=fits)
-    if SPLIT > 1 and JOINED:
-        first_bias, second_bias, more = beside(
-            bias, residual, row[None, :], column[:, None], fits, num_columns, residual_stride, GATED, HAS_BIAS,
-            HAS_RESIDUAL,
-        )  # fmt: skip
-        if is_last(counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), SPLIT):
-            total = put_together(total, part, sums, row[None, :], column[:, None], fits, num_rows, num_columns, SPLIT)
-            finish(
-                total, total, first_bias, second_bias, more, out, row[None, :], column[:, None], fits, num_columns,
-                GATED, HAS_BIAS, HAS_RESIDUAL,
-            )  # fmt: skip
+    if SPLIT > 1:
+        out += tl.program_id(2).to(tl.int64) * num_rows * num_columns
+    finish(
+        total, second, first_bias, second_bias, more, out, row[None, :], column[:, None], fits, num_columns,
+        GATED, HAS_BIAS, HAS_RESIDUAL,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -190,25 +170,20 @@ def linear(
     early, scale = launch.early(x), form.scale
     assert scale is not None
     split = min(tile.split, triton.cdiv(inner, form.run)) if not gated else 1
-    grid = (triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, tile.block_n))
-    # counters are made where nothing is split yet, lest a recording wants them
-    counters = counters_for(x.device, math.prod(grid) if split > 1 else 0)
-    joined = split > 1 and tile.joined and counters is not None
     sums = out if split == 1 else torch.empty(split, num_rows, num_columns, dtype=torch.float32, device=x.device)
     has_bias, has_residual = bias is not None, residual is not None
     beside_it = (out if bias is None else bias, out if residual is None else residual)
     residual_stride = 0 if residual is None else residual.stride(0)
-    _wide[(*grid, split)](
-        x, form.data, scale, scale if form.offset is None else form.offset, *beside_it, out, sums,
-        sums if counters is None else counters, num_rows, num_columns, inner, triton.cdiv(inner, form.run),
-        form.data.stride(0), scale.stride(0), x.stride(0), residual_stride, KIND=form.kind, PART=form.part,
-        GROUP=form.group, EVEN=inner % form.run == 0, HAS_OFFSET=form.offset is not None, GATED=int(gated),
-        HAS_BIAS=has_bias, HAS_RESIDUAL=has_residual, IEEE=x.dtype == torch.float32,
-        FAST=x.is_cuda and x.dtype == torch.bfloat16, SPLIT=split, JOINED=joined, BLOCK_M=block_m,
-        BLOCK_N=tile.block_n, STAGES=tile.stages, EARLY=early, num_warps=tile.warps, num_stages=tile.stages,
-        **launch.options(early),
+    _wide[(triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, tile.block_n), split)](
+        x, form.data, scale, scale if form.offset is None else form.offset, *beside_it, sums,
+        num_rows, num_columns, inner, triton.cdiv(inner, form.run), form.data.stride(0), scale.stride(0), x.stride(0),
+        residual_stride, KIND=form.kind, PART=form.part, GROUP=form.group, EVEN=inner % form.run == 0,
+        HAS_OFFSET=form.offset is not None, GATED=int(gated), HAS_BIAS=has_bias and split == 1,
+        HAS_RESIDUAL=has_residual and split == 1, IEEE=x.dtype == torch.float32,
+        FAST=x.is_cuda and x.dtype == torch.bfloat16, SPLIT=split, BLOCK_M=block_m, BLOCK_N=tile.block_n,
+        STAGES=tile.stages, EARLY=early, num_warps=tile.warps, num_stages=tile.stages, **launch.options(early),
     )  # fmt: skip
-    if split > 1 and not joined:
+    if split > 1:
         _add_up[(num_rows, triton.cdiv(num_columns, BLOCK))](
             sums, *beside_it, out, num_rows, num_columns, residual_stride, SPLIT=split, HAS_BIAS=has_bias,
             HAS_RESIDUAL=has_residual, BLOCK=BLOCK, EARLY=early, **launch.options(early),
