@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -133,7 +134,7 @@ def test_steps_are_a_share_of_what_a_matrix_is(
             for matrix in (block.attention.qkv, block.mlp.gate_up):
                 matrix.weight.mul_(larger)
             trainer = school.trainer(lessons.rows_apart(texts))
-            trainer.optimizer = Optimizer(trainer.trained(), Rates(others=0.0, clip=1e9))
+            trainer.optimizer = Optimizer(trainer.trained(), Rates(0.03, others=0.0, clip=1e9))
             with torch.enable_grad():
                 for number in range(6):
                     trainer.step(number / 6)
@@ -153,7 +154,7 @@ def test_what_begins_as_nothing_learns_too() -> None:
 def test_adamw_is_torchs() -> None:
     """On parameters that are no matrices."""
     ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 9)) for _ in range(2))
-    rates = Rates(others=0.01, weight_decay=0.1, clip=1e9)
+    rates = Rates(0.03, others=0.01, weight_decay=0.1, clip=1e9)
     optimizer, reference = (
         Optimizer({"norm": ours}, rates),
         torch.optim.AdamW([theirs], lr=0.01, betas=rates.betas, weight_decay=0.1),
@@ -197,3 +198,16 @@ def test_texts_are_kept_packed_and_counted(tmp_path: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     steps(sys.argv[1], Path(sys.argv[2]), rank=1)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_a_rate_that_nobody_chose_is_the_drafters_own(
+    method: str, target_path: Callable[..., Path], tmp_path: Path, texts: list[list[int]]
+) -> None:
+    school = lessons.open_school(method, target_path("llama"), tmp_path, texts)
+    with school.llm:
+        trainer = school.trainer(lessons.rows_apart(texts))
+        assert trainer.rates == lessons.RATES
+        own = replace(trainer, rates=Rates(others=0.5)).rates
+        assert own == Rates(school.drafter.matrix_rate, others=0.5)
+        assert own.matrices == (0.02 if method == "mtp" else 0.03)

@@ -130,6 +130,7 @@ class Drafter(nn.Module):
     # training
 
     trainable = False  # it has a loss, and a checkpoint to begin with
+    matrix_rate = 0.03  # the share of a matrix that a step of its training changes, unless somebody says otherwise
 
     @classmethod
     def found_in(cls, target: Target, checkpoint: Checkpoint, plan: Plan) -> Fresh | None:

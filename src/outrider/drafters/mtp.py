@@ -210,6 +210,7 @@ class MultiTokenPrediction(Drafter):
     # training
 
     trainable = True
+    matrix_rate = 0.02  # modules that build on each other: measured with three (docs/diary.md)
 
     @classmethod
     def fresh(cls, target: Target, plan: Plan) -> Fresh:

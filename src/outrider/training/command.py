@@ -26,7 +26,7 @@ _REGENERATE_HELP = "yes: the target answers the prompts itself. no: the answers 
 _TEXTS_HELP = "Learn from the texts.safetensors of an earlier run: nothing is generated. Again for more."
 _TEXTS_ONLY_HELP = "Write the target's texts into --out, for --texts of other runs, and stop."
 _DRAFT_HELP = "A drafter that helps the target answer: the same texts, in fewer rounds."
-_MATRIX_RATE_HELP = "Muon's learning rate: the share of a matrix that a step changes."
+_MATRIX_RATE_HELP = "Muon's learning rate: the share of a matrix that a step changes. By default 0.03, for mtp 0.02."
 _INIT_HELP = "Go on from this drafter instead of a new one."
 _INTERMEDIATE_HELP = "Width of its layers' MLPs. By default, as the target's."
 _WARM_HELP = "Begin as a copy of the target's last layer, where shapes agree."
@@ -89,7 +89,7 @@ def train_command(
     tokens_per_step: Annotated[
         int | None, option(LEARNING, "--tokens-per-step", metavar="N", help="Of all processes together.")
     ] = None,
-    matrix_rate: Annotated[float, option(LEARNING, "--matrix-rate", metavar="X", help=_MATRIX_RATE_HELP)] = 3e-2,
+    matrix_rate: Annotated[float | None, option(LEARNING, "--matrix-rate", metavar="X", help=_MATRIX_RATE_HELP)] = None,
     rate: Annotated[float, option(LEARNING, "--rate", metavar="X", help="AdamW's, for all that is no matrix.")] = 1e-3,
     seed: Annotated[int, option(LEARNING, "--seed", metavar="S", help="Of data, order and first weights.")] = 0,
     device: Device = "auto",

@@ -17,7 +17,8 @@ LEAST_SIZE = 0.3  # of a matrix's numbers, where those of a random one, which ke
 
 @dataclass(frozen=True)
 class Rates:
-    matrices: float = 3e-2  # Muon: of the size of a matrix's numbers, so much is what a step changes
+    matrices: float | None = None  # Muon: of the size of a matrix's numbers, so much is what a step changes; None: the
+    # drafter's own
     others: float = 1e-3  # AdamW
     weight_decay: float = 0.0
     momentum: float = 0.95
@@ -91,6 +92,7 @@ class Optimizer:
         gradients, momenta = [p.grad for p in parameters if p.grad is not None], [self.momenta[name] for name in names]
         torch._foreach_lerp_(momenta, gradients, 1 - self.rates.momentum)
         directions = orthogonal(torch.stack(torch._foreach_lerp(gradients, momenta, self.rates.momentum)))
+        assert self.rates.matrices is not None
         rate = self.rates.matrices * scale
         torch._foreach_mul_(parameters, 1 - rate * self.rates.weight_decay)
         # numbers of an orthogonal matrix, times this, are about one

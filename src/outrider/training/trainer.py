@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -103,6 +103,8 @@ class Trainer:
         for name, parameter in self.drafter.named_parameters():
             parameter.requires_grad_(name not in frozen)
         self.teacher.target.requires_grad_(False)
+        if self.rates.matrices is None:
+            self.rates = replace(self.rates, matrices=self.drafter.matrix_rate)
         self.optimizer = Optimizer(self.trained(), self.rates)
         compute = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.head = dense(self.teacher.target.head).detach().to(compute)
