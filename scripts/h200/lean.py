@@ -38,6 +38,7 @@ from outrider.engine.request import Request
 K, ACCEPT_LENGTH = 5, 3.0
 NUM_CHUNKS, WARM_UP, NUM_ROUNDS = (3, 2, 3) if SMOKE else (7, 8, 30)
 SHORT, CONTEXT, LONG = (4, 16, 64) if SMOKE else (16, 512, 32_000)
+SHORT_ROUNDS = 4  # at a time, so that a short context stays short
 MANY = (2, 4) if SMOKE else (16, 64)
 FEW_LAYERS = 8
 TERABYTES = 4.25  # a second, of a copy
@@ -176,7 +177,10 @@ class Measuring:
             config = replace(config, speculative=replace(speculative, quantization=None) if drafts else None)
         engine = random_engine(config, self.sizes())
         try:
-            costs = [steady(engine, rows, length, num_rounds) for rows, length in contexts]
+            costs = [
+                steady(engine, rows, length, min(num_rounds, SHORT_ROUNDS) if length == SHORT else num_rounds)
+                for rows, length in contexts
+            ]
             return costs, pass_bytes(engine, 1 + K if drafts else 1) / TERABYTES / 1e9
         finally:
             engine.close()

@@ -140,7 +140,16 @@ SEVERAL_FORMS = {
         Several(Rows(32, 4, lanes=16, signals=True)),
         Several(Rows(64, 4, lanes=16)),
     ],
-    256: [Several(None), Several(Rows(64, 8, signals=True)), Several(Rows(32, 4, signals=True))],
+    256: [
+        Several(None),
+        Several(Rows(64, 8, signals=True)),
+        Several(Rows(32, 4, signals=True)),
+        Several(Rows(64, 8, slices=2, signals=True)),
+        Several(Rows(32, 4, slices=2, signals=True)),
+        Several(Rows(32, 8, slices=2, signals=True)),
+        Several(Rows(64, 4, slices=2, signals=True)),
+        Several(Rows(64, 8, slices=4, signals=True)),
+    ],
     576: [
         Several(None),
         Several(Rows(64, 8, slices=8)),
