@@ -1,5 +1,5 @@
 """What a model takes in memory on a CPU, and how fast it is there: after loading, at most while loading, and after
-answers, beside the size of its files.
+answers, beside the size of its files; and how much of that is no page of a file, so that nobody else could have it.
 
     PYTHONPATH=src python scripts/measure_memory.py MODEL ... [--draft DRAFTER] [--batches 1,8] [--texts 9]
     PYTHONPATH=src python scripts/measure_memory.py --write FOLDER
@@ -75,7 +75,8 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         found |= {"after_an_answer_mb": megabytes(process.memory_info().rss)}
         for _ in range(given.texts - 1):
             answer(1)
-        found |= {f"after_{given.texts}_mb": megabytes(process.memory_info().rss)}
+        after = process.memory_info()
+        found |= {f"after_{given.texts}_mb": megabytes(after.rss), "of_no_file_mb": megabytes(after.rss - after.shared)}
         for batch in map(int, given.batches.split(",")):
             answer(batch)
             found[f"tokens_per_s_{batch}"] = round(statistics.median(answer(batch) for _ in range(given.runs)), 1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams, host_memory
+from outrider.engine import memory
 from outrider.host_memory import (
     LARGE_RESULT,
     MOST_KEPT,
@@ -115,6 +116,20 @@ def test_what_was_freed_in_small_pieces_is_given_back() -> None:
     assert resident() - before < held / 4
     for piece in pieces[::100]:
         library.free(piece)
+
+
+def test_texts_that_have_ended_take_no_more_and_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "LEAST_AMPLE", 2**20)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    with LLM(None, None, max_num_seqs=1) as llm:
+        ample, pool = llm.budget.num_ample, llm.engine.scheduler.pool
+        assert ample is not None
+        assert ample < pool.num_pages / 4
+        prompts = [{"prompt_token_ids": [5 + number, 7] * 30} for number in range(ample)]  # of four pages each
+        llm.generate(prompts, params)
+        llm.generate(prompts[-1], params)
+        assert pool._num_used == ample + 1
+        assert llm.engine.scheduler.prefixes.stats.hit == 48, "the last one is still found"
 
 
 def test_an_arena_gives_zeros_that_do_not_overlap() -> None:

@@ -9,7 +9,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "outrider"
 # from the ground up; a module may import its own layer and those below
 LAYERS = [
-    {"startup", "commands", "overload", "lanes", "processes"},
+    {"startup", "commands", "overload", "lanes", "processes", "template_worker"},
     {"compatibility"},
     {"types", "config", "extras", "registry", "sampling_params", "outputs", "threads", "host_memory"},
     {"template", "chat_template", "tokenizer", "detokenizer", "text_stream", "inputs", "prompts", "generation_config"},

@@ -72,6 +72,21 @@ def test_the_package_imports_what_is_used_when_it_is_used() -> None:
     assert said.split() == ["False", "True", "LLM", "True"]
 
 
+def test_templates_are_left_to_their_own_process() -> None:
+    """jinja2 takes memory and time, and nobody else needs it."""
+    said = python(
+        """
+        import sys
+        from outrider import LLM, SamplingParams
+        with LLM(None, None) as llm:
+            chat = [{"role": "user", "content": "Hi"}]
+            outputs = llm.chat(chat, SamplingParams(max_tokens=2), chat_template="{{ 1 }}")
+        print(len(outputs), "jinja2" in sys.modules)
+        """
+    )
+    assert said.split() == ["1", "False"]
+
+
 def test_every_export_is_there() -> None:
     for name in outrider.__all__:
         assert vars(outrider).get(name) or outrider.__getattr__(name)

@@ -143,12 +143,12 @@ SEVERAL_FORMS = {
     256: [
         Several(None),
         Several(Rows(64, 8, signals=True)),
-        Several(Rows(32, 4, signals=True)),
-        Several(Rows(64, 8, slices=2, signals=True)),
-        Several(Rows(32, 4, slices=2, signals=True)),
-        Several(Rows(32, 8, slices=2, signals=True)),
         Several(Rows(64, 4, slices=2, signals=True)),
-        Several(Rows(64, 8, slices=4, signals=True)),
+        Several(Rows(128, 8, slices=2, signals=True)),
+        Several(Rows(64, 4, slices=4, signals=True)),
+        Several(Rows(128, 8, slices=4, signals=True)),
+        Several(Rows(64, 4, slices=2)),
+        Several(Rows(64, 4, slices=2, num_programs=2 * USUAL, signals=True)),
     ],
     576: [
         Several(None),

@@ -71,7 +71,7 @@ results = Results()
 
 class Arena:
     """Bytes for many tensors, side by side in large pages: a few megabytes by themselves would get none, or half of
-    them. All are zero."""
+    them. All are zero. A chunk of it is freed as a whole, and its last large page is used in part."""
 
     def __init__(self, chunk_bytes: int = 128 * 2**20) -> None:
         self._chunk_bytes = chunk_bytes

@@ -22,12 +22,14 @@ from gguf_files import (
     write_model,
 )
 
+from outrider.checkpoints import gguf as gguf_checkpoint
 from outrider.checkpoints import gguf_weights
 from outrider.checkpoints.checkpoint import load_tokenizer, open_checkpoint
 from outrider.checkpoints.gguf import GgufCheckpoint
 from outrider.checkpoints.gguf_file import TENSOR_TYPES
 from outrider.checkpoints.gguf_weights import PLAIN_TYPES
 from outrider.detokenizer import Detokenizer
+from outrider.host_memory import LARGE_PAGE
 from outrider.kernels import native
 from outrider.kernels.packed import Blocks, pack_blocks
 
@@ -225,6 +227,26 @@ def test_without_a_compiler_the_package_expands_blocks(tmp_path: Path, monkeypat
 
 
 # Settings
+
+
+def test_tiles_of_a_file_lie_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk of memory more ends in a large page that is used in part."""
+    writer = minimal_writer(tmp_path / "model.gguf")
+    add_embedding(writer)
+    for name, num_rows in (("attn_q", 40), ("attn_v", 7), ("ffn_up", 64)):
+        blocks = random_blocks("Q4_K", num_rows, 512)
+        writer.add_tensor(f"blk.0.{name}.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+    path = finish(writer)
+    for most, num_chunks in ((2**40, 1), (1, 3)):
+        monkeypatch.setattr(gguf_checkpoint, "MOST_OF_TILES", most)
+        checkpoint = GgufCheckpoint(path)
+        names = [name for name in checkpoint.names() if checkpoint.in_blocks(name)]
+        tiles = [checkpoint.tiles(name).data for name in names]
+        assert len(tiles) == 3
+        assert len({each.untyped_storage().data_ptr() for each in tiles}) == num_chunks
+        chunk = tiles[0].untyped_storage().nbytes()
+        assert chunk < sum(each.numel() for each in tiles) + 3 * LARGE_PAGE, "and no more is asked for than is needed"
+        checkpoint.close()
 
 
 def test_defaults(tmp_path: Path) -> None:

@@ -110,6 +110,18 @@ def test_a_cpu_keeps_half_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_memory(replace(config, max_model_len=100000), demand(model_max_len=100000), 4 * GIB)
 
 
+def test_texts_that_have_ended_keep_a_share_of_a_cpu(gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda: 100 * GIB)
+    config = EngineConfig("model", device="cpu")
+    for weight_bytes, wanted in ((4 * GIB, GIB // 4), (2**20, 32 * 2**20)):
+        ample = plan_memory(config, demand(), weight_bytes).num_ample
+        assert ample is not None
+        assert ample * PAGE == pytest.approx(wanted, abs=2 * PAGE)
+    asked = replace(config, kv_cache_memory=4 * GIB)
+    assert plan_memory(asked, demand(), 4 * GIB).num_ample is None, "all of what was asked for"
+    assert plan_memory(gpu_config(), demand(), 4 * GIB).num_ample is None
+
+
 def test_limits_suit_the_device(gpu: dict[str, int]) -> None:
     assert batch_limits("cpu") == CPU_LIMITS
     assert batch_limits("auto") == batch_limits("cuda:0") == GPU_LIMITS
@@ -166,4 +178,8 @@ def test_a_budget_says_where_memory_goes() -> None:
         "weights 2.00 GiB; drafter 1.00 GiB; cache up to 1.00 GiB, taken as it is used (1,024 pages, 16,384 tokens); "
         "context 4,096 tokens"
     )
+    assert (
+        "taken as it is used, above 100 MiB by what runs or comes again (" in replace(budget, num_ample=100).describe()
+    )
+    assert replace(budget, num_ample=1025).describe() == budget.describe()
     assert list(replace(budget, drafter_bytes=0, grows=False).rows()) == ["weights", "cache", "context"]

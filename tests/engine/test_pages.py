@@ -2,7 +2,7 @@
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from outrider.engine.pages import PagePool, page_hashes
 
@@ -17,6 +17,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = PagePool(12)
         self.holders: list[list[int]] = []
         self.content: dict[int, bytes] = {}
+
+    @initialize(num_ample=st.none() | st.integers(1, 12))
+    def begin(self, num_ample: int | None) -> None:
+        self.pool = PagePool(12, num_ample=num_ample)
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24))
     def arrive(self, tokens: list[int]) -> None:
@@ -97,3 +101,47 @@ def test_what_nobody_can_find_is_taken_before_memory_that_was_never_used() -> No
     pool.release([3, 4, 5])
     pool.forget([1])
     assert pool.allocate(8) == [1, 3, 4, 5, 6, 7, 8, 2]
+
+
+def of_text(pool: PagePool, tokens: list[int]) -> tuple[int, list[int]]:
+    """A text comes, is computed and ends: how many of its pages were known, and those it had."""
+    names = page_hashes(tokens, PAGE)
+    known = pool.match(names)
+    pages = known + (pool.allocate(len(names) - len(known)) or [])
+    for page, name in zip(pages, names, strict=True):
+        pool.name(page, name)
+    pool.release(pages)
+    return len(known), pages
+
+
+def test_texts_that_do_not_come_again_take_no_more_memory_than_is_ample() -> None:
+    pool = PagePool(100, num_ample=6)
+    used = [of_text(pool, [number] * 2 * PAGE)[1] for number in range(20)]
+    assert {page for pages in used for page in pages} == set(range(1, 7))
+    assert of_text(pool, [19] * 3 * PAGE)[0] == 2, "the last one is still there"
+    longer = pool.allocate(9)
+    assert longer is not None, "who runs has whatever there is"
+    assert set(longer) > set(range(1, 7))
+    assert pool.num_free == 99 - 9
+    pool.release(longer)
+    assert of_text(pool, [7] * 9 * PAGE)[1] == longer, "which others have then, too"
+
+
+def test_texts_that_come_again_are_given_more() -> None:
+    pool = PagePool(100, num_ample=6)
+    texts = [[number] * 2 * PAGE for number in range(20)]
+    first, second, third = ([of_text(pool, text)[0] for text in texts] for _ in range(3))
+    assert first == [0] * 20
+    assert second == [0] * 17 + [2] * 3, "of the first who came back nothing was kept"
+    assert third == [2] * 20
+    assert pool._num_ample <= pool.num_pages
+    pool.check()
+
+
+def test_a_beginning_that_all_share_stays() -> None:
+    pool = PagePool(100, num_ample=8)
+    shared = list(range(100, 100 + 4 * PAGE))
+    found = [of_text(pool, [*shared, *[number] * 2 * PAGE])[0] for number in range(30)]
+    assert found == [0] + [4] * 29
+    assert pool.num_free == 99
+    assert pool._num_used == 9

@@ -60,7 +60,7 @@ def test_templates_end(name: str) -> None:
 def test_a_template_has_no_secrets_and_no_rights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Should one get out of the sandbox: its process knows no key, and can neither write nor start anything."""
     monkeypatch.setenv("OUTRIDER_API_KEY", "a-key-of-ours")
-    monkeypatch.setattr("outrider.template.__file__", str(_escaped(tmp_path)))
+    monkeypatch.setattr("outrider.template.WORKER", _escaped(tmp_path))
     templates = Templates({"default": "{{ out() }}"}, 10_000)
     found = json.loads(templates.render("default", {}))
     assert found["key"] is None
@@ -70,7 +70,7 @@ def test_a_template_has_no_secrets_and_no_rights(monkeypatch: pytest.MonkeyPatch
 
 def _escaped(folder: Path) -> Path:
     """The worker as it is, with a door in its sandbox."""
-    source = (SOURCE / "template.py").read_text()
+    source = (SOURCE / "template_worker.py").read_text()
     door = """
 def _out():
     import os

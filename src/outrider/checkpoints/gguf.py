@@ -3,6 +3,7 @@
 import math
 import mmap
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from outrider.checkpoints.gguf_weights import (
     read_tensor,
     read_tiles,
 )
-from outrider.host_memory import Arena
+from outrider.host_memory import LARGE_PAGE, Arena
 from outrider.kernels.packed import PART_BYTES, TILE_ROWS, Blocks, Tiles
+
+MOST_OF_TILES = 4 * 2**30  # bytes side by side: several machines may share a model that is too large for one
 
 
 class GgufCheckpoint:
@@ -30,7 +33,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._arena = Arena()  # of matrices that stay quantised
+        self._arena = Arena()  # of matrices as they are stored
         with self.path.open("rb") as file:
             if self.path.stat().st_size == 0:
                 raise ValueError(f"{self.path} is empty; download the file again")
@@ -83,7 +86,13 @@ class GgufCheckpoint:
 
     def tiles(self, name: str) -> Tiles:
         """A quantised matrix of the file, laid out for dot products in whole numbers."""
-        return read_tiles(self._memory, self._entry(name), self._checked_rope_heads(name), self._arena)
+        return read_tiles(self._memory, self._entry(name), self._checked_rope_heads(name), self._arena_of_tiles)
+
+    @cached_property
+    def _arena_of_tiles(self) -> Arena:
+        """One chunk, if it can be: tiles are for CPUs, where all of them stay for as long as the model does."""
+        sizes = (self._held(name, entry, tiled=True) for name, entry in self._entries.items() if self.in_blocks(name))
+        return Arena(min(sum(sizes) + LARGE_PAGE, MOST_OF_TILES))  # a few bytes lie between them
 
     def held_bytes(self, *, tiled: bool) -> int:
         """What the tensors take in memory where quantised matrices stay as they are, or are tiled. Others are

@@ -87,7 +87,7 @@ class Engine:
         if budget.num_snapshots:
             snapshots = Snapshots(budget.num_snapshot_places, config.page_size, config.snapshot_interval)
         forgets = snapshots.pool.forget if snapshots is not None else lambda name: None
-        self.scheduler = Scheduler(limits, PagePool(budget.num_pages, forgets), snapshots)
+        self.scheduler = Scheduler(limits, PagePool(budget.num_pages, forgets, budget.num_ample), snapshots)
         self.runner = Runner(self.cache, target.vocab_size, config.torch_device)
         self.watchdog = Watchdog.of(config, drafter)
         kind = Round if limits.num_groups == 1 else StagedRound

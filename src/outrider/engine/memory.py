@@ -19,6 +19,7 @@ from outrider.models.base import Target
 
 CACHE_SHARE = 0.5  # of the memory that is free after the weights, on a CPU that others use too
 MIN_REQUESTS = 8  # the cache holds at least this many of the longest requests, memory allowing
+AMPLE_SHARE, LEAST_AMPLE = 1 / 16, 32 * 2**20  # of the weights, and bytes at least: see Budget.num_ample
 SNAPSHOT_SHARE = 0.25  # at most, of the room for pages, for snapshots of recurrent states
 SNAPSHOTS_PER_REQUEST = 4  # of those that can run at once, memory allowing
 GRAPH_BYTES = 2**30  # of a GPU: recorded rounds, kernels, the libraries' own buffers
@@ -38,6 +39,7 @@ class Budget:
     page_size: int = 16
     drafter_bytes: int = 0  # the drafter's part of the weights
     grows: bool = False  # the cache takes memory as it is used, on a CPU
+    num_ample: int | None = None  # there: pages up to which texts that have ended keep theirs, see PagePool
     num_snapshots: int = 0  # of recurrent states, for reuse; one place more is the dump
     snapshot_bytes: int = 0  # of one
 
@@ -61,6 +63,8 @@ class Budget:
         if self.drafter_bytes:
             found["drafter"] = human(self.drafter_bytes)
         size = f"up to {human(self.cache_bytes)}, taken as it is used" if self.grows else human(self.cache_bytes)
+        if self.num_ample is not None and self.num_ample < self.num_pages:
+            size += f", above {human(self.num_ample * self.page_bytes)} by what runs or comes again"
         kept = f", {self.num_snapshots:,} states of {human(self.snapshot_bytes)}" if self.num_snapshots else ""
         found["cache"] = f"{size} ({self.num_pages - 1:,} pages, {self.num_tokens:,} tokens{kept})"
         return found | {"context": f"{self.max_model_len:,} tokens"}
@@ -149,6 +153,8 @@ def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int, drafter
         longest = fitting
     if config.kv_cache_memory is None:  # all that can run at once, and room for prefixes that may come again
         possible = min(possible, max(config.max_num_seqs, MIN_REQUESTS) * pages(longest))
+    grows = config.torch_device.type == "cpu"
+    ample = max(int(weight_bytes * AMPLE_SHARE), LEAST_AMPLE)
     return Budget(
         weight_bytes,
         page_bytes,
@@ -157,7 +163,8 @@ def plan_memory(config: EngineConfig, demand: Demand, weight_bytes: int, drafter
         state_bytes,
         page_size=config.page_size,
         drafter_bytes=drafter_bytes,
-        grows=config.torch_device.type == "cpu",
+        grows=grows,
+        num_ample=1 + ample // page_bytes if grows and config.kv_cache_memory is None else None,
         num_snapshots=num_snapshots,
         snapshot_bytes=snapshot_bytes,
     )

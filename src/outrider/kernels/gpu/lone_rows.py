@@ -44,10 +44,10 @@ class Rows:
 
 # by a head's size, as measured (scripts/h200/rows.py), of requests of one row, and of several (a verification's);
 # others are read by attention.py
-EARLY, EARLY_WIDE = Rows(64, 4, signals=True), Rows(64, 8, signals=True)
+EARLY = Rows(64, 4, signals=True)
 CHOSEN = {64: EARLY, 128: EARLY, 256: Rows(32, 4, signals=True), 576: Rows(64, 8, slices=8)}
 BY_LANES = Rows(64, 4, lanes=16, signals=True)
-SEVERAL = {64: BY_LANES, 128: BY_LANES, 256: EARLY_WIDE, 576: Rows(64, 8, slices=4)}
+SEVERAL = {64: BY_LANES, 128: BY_LANES, 256: Rows(64, 4, slices=2, signals=True), 576: Rows(64, 8, slices=4)}
 
 
 @triton.jit
