@@ -6,7 +6,7 @@ look-up."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,7 +20,6 @@ from outrider.kernels.gpu.attention_work import ANY, ITEM, Form, Keys, work_for
 from outrider.kernels.gpu.page_bits import softmax_step
 
 BLOCK_M, MOST_LANES = 16, 128  # lanes: rows of a request times the heads that share a key head
-MOST_REQUESTS = 8  # more of them keep a device busy as they are
 MOST_PARTS = 8  # that are looked up at once
 HELD = 64  # numbers of them that a thread holds
 PIECE_DIM = tl.constexpr(128)  # numbers of a key that are multiplied at a time
@@ -40,14 +39,15 @@ class Rows:
     ahead: bool = True  # they are asked for before the launch before this one has ended
     lanes: int = 32  # of a program, at most, where requests have several rows
     signals: bool = False  # the next launch may begin while parts are put together: most of the device is free
+    requests: int = 8  # at most: more of them keep a device busy as they are
 
 
 # by a head's size, as measured (scripts/h200/rows.py), of requests of one row, and of several (a verification's);
 # others are read by attention.py
 EARLY = Rows(64, 4, signals=True)
-CHOSEN = {64: EARLY, 128: EARLY, 256: Rows(32, 4, signals=True), 576: Rows(64, 8, slices=8)}
+CHOSEN = {64: EARLY, 128: replace(EARLY, requests=64), 256: Rows(32, 4, signals=True), 576: Rows(64, 8, slices=8)}
 BY_LANES = Rows(64, 4, lanes=16, signals=True)
-SEVERAL = {64: BY_LANES, 128: BY_LANES, 256: Rows(64, 4, slices=2, signals=True), 576: Rows(64, 8, slices=4)}
+SEVERAL = {64: BY_LANES, 128: BY_LANES, 256: Rows(128, 8, slices=2, signals=True), 576: Rows(64, 8, slices=4)}
 
 
 @triton.jit
@@ -224,9 +224,10 @@ def fits(q: Tensor, pages: tuple[Tensor, Tensor], keys: Keys) -> bool:
     num_rows, num_heads, dim = q.shape
     lanes, several = keys.max_rows * (num_heads // pages[0].shape[2]), keys.max_rows > 1
     num_requests = len(keys.query_start) - 1 if several else num_rows
+    chosen = (SEVERAL if several else CHOSEN).get(dim)
     return (
-        dim in (SEVERAL if several else CHOSEN)
-        and num_requests <= MOST_REQUESTS
+        chosen is not None
+        and num_requests <= chosen.requests
         and (q.element_size() == 2 or not q.is_cuda)
         and keys.last_key is None
         and pages[0].dtype == q.dtype
