@@ -1,4 +1,4 @@
-"""Experts of a few rows in every form (`kernels/gpu/sliced_experts.py`), on one GPU in a minute, and how many experts
+"""Experts of a few rows in every form (`kernels/gpu/few_experts.py`), on one GPU in a minute, and how many experts
 the rows of a round of EAGLE-3 choose between them.
 
     PYTHONPATH=src python scripts/h200/experts.py [SHAPE...]            of SHAPES; none: all
@@ -29,8 +29,8 @@ from torch import Tensor
 from outrider.bench.random_pair import random_engine, shape_of
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.kernels.activation import Activation, ClampedSwish, silu_mul
-from outrider.kernels.gpu import sliced_experts
-from outrider.kernels.gpu.sliced_experts import Tile
+from outrider.kernels.gpu import few_experts, lone_experts
+from outrider.kernels.gpu.few_experts import Tile
 from outrider.kernels.gpu.sums import operand
 from outrider.kernels.quantised import Kind, QuantisedStack, quantise
 from outrider.layers import moe
@@ -108,12 +108,12 @@ def compare(name: str, shape: Shape) -> None:
     bytes_of = [each.nbytes if isinstance(each, Tensor) else each.num_bytes for each in (ups[0], downs[0])]
 
     def up(ids: Tensor, copy: int, tile: Tile) -> Tensor:
-        return sliced_experts.up_few(x, ids, operand(ups[copy]), None, shape.activation, tile)
+        return few_experts.up(x, ids, operand(ups[copy]), None, shape.activation, tile)
 
     def down(ids: Tensor, copy: int, tile: Tile | None) -> Tensor:
         if tile is None:
-            return sliced_experts.down_few(inner, ids, shares, operand(downs[copy]), None, residual)
-        return sliced_experts.down_several(inner, ids, shares, operand(downs[copy]), None, residual, tile)
+            return lone_experts.down(inner, ids, shares, operand(downs[copy]), None, residual)
+        return few_experts.down(inner, ids, shares, operand(downs[copy]), None, residual, tile)
 
     for among in (shape.experts, 2 * shape.chosen):
         chosen = draws(shape, among)
@@ -164,9 +164,9 @@ def compile_forms(name: str, part: int) -> None:
     for form in FORMS[shape.kind is not None][part::COMPILERS]:
         tile = tile_of(form, shape)
         with suppress(Exception):  # told when it is timed
-            sliced_experts.up_few(x, ids, up, None, shape.activation, tile)
+            few_experts.up(x, ids, up, None, shape.activation, tile)
         with suppress(Exception):
-            sliced_experts.down_several(inner, ids, shares, down, None, x, tile)
+            few_experts.down(inner, ids, shares, down, None, x, tile)
 
 
 # how many experts a round's rows choose

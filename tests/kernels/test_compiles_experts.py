@@ -15,7 +15,7 @@ CODE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from outrider.kernels.gpu import gates, lone_experts, rope, router, sliced_experts
+from outrider.kernels.gpu import few_experts, gates, lone_experts, rope, router
 
 TYPES = dict.fromkeys(("x", "weight", "bias"), "*bf16") | dict.fromkeys(("norm", "logits", "shares"), "*fp32")
 TYPES |= dict.fromkeys(("counter", "ids"), "*i32") | {"out": "*bf16"}
@@ -33,7 +33,7 @@ KERNELS = [
     (lone_experts._up, dict(
         GATE=gates.SILU, TWO=True, HAS_BIAS=True, NORM=True, BLOCK_N=8, BLOCK_K=256, PIECES=8, EVEN=True, EARLY=True,
     ), 4),
-    (sliced_experts._chosen, dict(
+    (few_experts._chosen, dict(
         KIND=5, PART=128, GROUP=0, EVEN=True, POWERS=False, HAS_SCALE=False, HAS_OFFSET=False, GATE=gates.SILU,
         TWO=True, HAS_BIAS=False, NORM=True, IEEE=False, FAST=True, SLICES=4, BLOCK_M=8, BLOCK_N=16, BLOCK_P=64,
         STAGES=3, EARLY=True,

@@ -1,19 +1,105 @@
-"""A mixture's experts for few rows: nothing has to be sorted, and only the experts that were chosen are read. Two
-launches: up with its activation, down with the sum."""
+"""A mixture's experts for few rows: nothing has to be sorted, only the experts that were chosen are read, and each of
+them once. Up with its activation, down with the sum: two launches for one row, three for several."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.activation import Activation
-from outrider.kernels.gpu import lone_experts, sliced_experts
-from outrider.kernels.gpu.sums import operand
+from outrider.kernels.gpu import gates, launch, lone_experts, sliced_experts, widen
+from outrider.kernels.gpu.sums import Operand, operand
 from outrider.kernels.moe import ExpertWeights
-from outrider.kernels.norm import Normed
+from outrider.kernels.norm import Normed, materialised
 from outrider.kernels.packed import PackedStack
+from outrider.kernels.quantised import Kind
 
-MAX_ROWS = 8
+MAX_ROWS = 8  # that a tensor core takes at once
 MAX_CHOSEN = 16
+SUM_BLOCK = 512  # columns that a program adds up
+
+
+@triton.jit
+def _chosen(
+    x, data, scale, offset, bias, norm, ids, out,
+    num_pairs, num_chosen, num_columns, inner, num_runs, width, scale_stride, x_stride, per_row, alpha, limit,
+    norm_offset, eps,
+    KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, POWERS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_OFFSET: tl.constexpr, GATE: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NORM: tl.constexpr, IEEE: tl.constexpr, FAST: tl.constexpr, SLICES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Of few rows, without a list of tiles: of the experts that anybody chose, in the order in which they come in `ids`
+    [T, k], every so many-th is a program's. There are fewer programs than pairs, as one that finds nothing to do takes
+    another one's place. Pair p reads row p // per_row of x and writes row p of the output."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    pairs = tl.arange(0, BLOCK_P)
+    id = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
+    same = id[:, None] == tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)[None, :]
+    is_first = (tl.sum((same & (pairs[None, :] < pairs[:, None])).to(tl.int32), 1) == 0) & (pairs < num_pairs)
+    rank = tl.cumsum(is_first.to(tl.int32), 0) - 1
+    place = tl.arange(0, BLOCK_M)[:, None]  # of eight: the rows of x
+    for number in range(tl.program_id(1), tl.sum(is_first.to(tl.int32), 0), tl.num_programs(1)):
+        expert = tl.sum(tl.where(is_first & (rank == number), id, 0), 0)
+        mine = ((id == expert) & (pairs < num_pairs))[None, :] & ((pairs // num_chosen)[None, :] == place)
+        pair = tl.max(tl.where(mine, pairs[None, :], -1), 1)
+        sliced_experts.answer(
+            expert, pair, tl.maximum(pair, 0) // per_row, pair >= 0, x, data, scale, offset, bias, norm, out,
+            num_columns, inner, num_runs, width, scale_stride, x_stride, alpha, limit, norm_offset, eps,
+            KIND, PART, GROUP, EVEN, POWERS, HAS_SCALE, HAS_OFFSET, GATE, TWO, HAS_BIAS, NORM, IEEE, FAST, SLICES,
+            BLOCK_M, BLOCK_N, STAGES,
+        )  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _sum_up(
+    answers, shares, residual, out, num_columns, residual_stride,
+    CHOSEN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Of a row's experts [T, k, N], by their shares, in their order; all of them are asked for at once."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    fits = column < num_columns
+    kind: tl.constexpr = out.dtype.element_ty
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    answers_of, shares_of = (), ()
+    for place in tl.static_range(CHOSEN):
+        pair = row * CHOSEN + place
+        answer = tl.load(answers + pair * num_columns + column, mask=fits, other=0.0)
+        answers_of = answers_of + (answer,)  # type: ignore[assignment] # noqa: RUF005
+        shares_of = shares_of + (tl.load(shares + pair),)  # type: ignore[assignment] # noqa: RUF005
+    more = tl.zeros((BLOCK,), dtype=kind)
+    if HAS_RESIDUAL:
+        more = tl.load(residual + row * residual_stride + column, mask=fits, other=0.0)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for place in tl.static_range(CHOSEN):
+        total += answers_of[place] * shares_of[place].to(kind).to(tl.float32)
+    if HAS_RESIDUAL:
+        total = total.to(kind).to(tl.float32) + more.to(tl.float32)
+    tl.store(out + row * num_columns + column, total.to(kind), mask=fits)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program of few rows has at a time."""
+
+    block_n: int  # columns; of gates, and as many ups
+    slices: int  # of the inputs, each a warp's
+    stages: int
+    programs: int = 16  # for the experts of a column: each has every so many-th
+
+
+SEVERAL = Tile(32, 2, 3)  # as measured (scripts/h200/experts.py)
+SEVERAL_DOWN = {widen.NUMBERS[kind]: Tile(32, 1, 4) for kind in (Kind.INT4, Kind.UINT4)}  # where that is not
 
 
 def is_for(num_rows: int, num_chosen: int) -> bool:
@@ -38,6 +124,78 @@ def experts(
     if isinstance(weights.up, Tensor) and lone_experts.is_for(ids, weights.up):
         inner = lone_experts.up(x, ids, weights.up, weights.up_bias, activation)
     else:
-        inner = sliced_experts.up_few(x, ids, operand(weights.up), weights.up_bias, activation)
-    down = sliced_experts.down_few if len(ids) == 1 else sliced_experts.down_several
-    return down(inner, ids, shares, operand(weights.down), weights.down_bias, residual)
+        inner = up(x, ids, operand(weights.up), weights.up_bias, activation)
+    last = lone_experts.down if len(ids) == 1 else down
+    return last(inner, ids, shares, operand(weights.down), weights.down_bias, residual)
+
+
+def up(
+    x: Tensor | Normed,
+    ids: Tensor,
+    weight: Operand,
+    bias: Tensor | None,
+    activation: Activation,
+    tile: Tile | None = None,
+) -> Tensor:
+    """x [T, H], ids [T, k] -> [T * k, I]: what each pair's expert makes of its row."""
+    gate, alpha, limit = gates.gate_of(activation)
+    norm = x if isinstance(x, Normed) and weight.order is None else None
+    rows = norm.x if norm is not None else weight.ordered(materialised(x))
+    two = gates.has_two(gate)
+    out = rows.new_empty(ids.numel(), weight.num_rows // 2 if two else weight.num_rows)
+    tile = tile or (SEVERAL if len(ids) > 1 or weight.powers else Tile(16, 4, 3 if two else 4))
+    _launch(rows, ids, weight, bias, norm, out, tile, per_row=ids.shape[1], gate=(gate, alpha, limit))
+    return activation(out) if gate == gates.NONE else out
+
+
+def down(
+    x: Tensor,
+    ids: Tensor,
+    shares: Tensor,
+    weight: Operand,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """x [T * k, I], ids and shares [T, k] -> [T, N]: the weighed sum of each row's experts, plus the residual."""
+    num_rows, num_chosen = ids.shape
+    x = weight.ordered(x)
+    answers = torch.empty(num_rows * num_chosen, weight.num_rows, dtype=torch.float32, device=x.device)
+    tile = tile or SEVERAL_DOWN.get(weight.kind, SEVERAL)
+    _launch(x, ids, weight, bias, None, answers, tile, per_row=1, gate=(gates.NONE, 1.0, 0.0))
+    out, early = x.new_empty(num_rows, weight.num_rows), launch.early(x)
+    _sum_up[(num_rows, triton.cdiv(weight.num_rows, SUM_BLOCK))](
+        answers, shares, out if residual is None else residual, out, weight.num_rows,
+        0 if residual is None else residual.stride(0), CHOSEN=num_chosen, HAS_RESIDUAL=residual is not None,
+        BLOCK=SUM_BLOCK, EARLY=early, num_warps=4, **launch.options(early),
+    )  # fmt: skip
+    return out
+
+
+def _launch(
+    x: Tensor,
+    ids: Tensor,
+    weight: Operand,
+    bias: Tensor | None,
+    norm: Normed | None,
+    out: Tensor,
+    tile: Tile,
+    *,
+    per_row: int,
+    gate: tuple[int, float, float],
+) -> None:
+    early, nothing = launch.early(x), out if weight.scale is None else weight.scale
+    num_pairs, num_columns = out.shape
+    _chosen[(triton.cdiv(num_columns, tile.block_n), min(tile.programs, num_pairs))](
+        x, weight.data, nothing, nothing if weight.offset is None else weight.offset, out if bias is None else bias,
+        out if norm is None else norm.weight, ids, out, num_pairs, ids.shape[1], num_columns, weight.inner,
+        triton.cdiv(weight.inner, weight.run), weight.data.stride(0),
+        0 if weight.scale is None else weight.scale.stride(0), x.stride(0), per_row, gate[1], gate[2],
+        0.0 if norm is None else norm.offset, 0.0 if norm is None else norm.eps, KIND=weight.kind, PART=weight.part,
+        GROUP=weight.group, EVEN=weight.inner % (weight.run * tile.slices) == 0, POWERS=weight.powers,
+        HAS_SCALE=weight.scale is not None, HAS_OFFSET=weight.offset is not None, GATE=gate[0],
+        TWO=gates.has_two(gate[0]), HAS_BIAS=bias is not None, NORM=norm is not None, IEEE=x.dtype == torch.float32,
+        FAST=x.is_cuda and x.dtype == torch.bfloat16, SLICES=tile.slices, BLOCK_M=MAX_ROWS, BLOCK_N=tile.block_n,
+        BLOCK_P=triton.next_power_of_2(num_pairs), STAGES=tile.stages, EARLY=early, num_warps=tile.slices,
+        num_stages=tile.stages, **launch.options(early),
+    )  # fmt: skip
