@@ -138,7 +138,16 @@ assert "griddepcontrol.launch_dependents" in after
 
 @pytest.mark.parametrize(
     ("keys", "warps", "dim", "slices", "lanes"),
-    [(64, 4, 128, 1, 4), (32, 8, 256, 2, 4), (32, 8, 544, 4, 4), (64, 4, 128, 1, 32), (32, 4, 256, 1, 16)],
+    [
+        (64, 4, 128, 1, 4),
+        (32, 8, 256, 2, 4),
+        (32, 8, 544, 4, 4),
+        (32, 4, 256, 1, 16),
+        (64, 4, 64, 1, 16),
+        (64, 4, 128, 1, 16),
+        (128, 8, 256, 2, 32),
+        (64, 8, 544, 4, 32),
+    ],
 )
 def test_single_rows_ask_for_keys_before_they_wait(keys: int, warps: int, dim: int, slices: int, lanes: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
