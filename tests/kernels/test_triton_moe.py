@@ -75,6 +75,7 @@ FEW_CASES = [
     (8, 3, 3, 20, 300, relu2, False, True, False),
     (2, 2, 1, 2064, 8, torch.tanh, False, False, True),  # larger pieces
     (3, 20, 10, 24, 520, silu_mul, True, False, False),  # several experts a warp
+    (8, 60, 6, 24, 40, silu_mul, True, True, False),  # more experts than programs of a column
 ]
 
 
