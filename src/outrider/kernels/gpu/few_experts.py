@@ -1,5 +1,5 @@
-"""A mixture's experts for few rows: nothing has to be sorted, only the experts that were chosen are read, and each of
-them once. Up with its activation, down with the sum: two launches for one row, three for several."""
+"""A mixture's experts for few rows: nothing has to be sorted, and only the experts that were chosen are read. Up with
+its activation, down with the sum: two launches for up to three rows, three for more, which read no expert twice."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from outrider.kernels.quantised import Kind
 
 MAX_ROWS = 8  # that a tensor core takes at once
 MAX_CHOSEN = 16
+MAX_APART = 3  # rows of which each reads its own experts on the way down: that is not worth a launch more
 SUM_BLOCK = 512  # columns that a program adds up
 
 
@@ -125,7 +126,7 @@ def experts(
         inner = lone_experts.up(x, ids, weights.up, weights.up_bias, activation)
     else:
         inner = up(x, ids, operand(weights.up), weights.up_bias, activation)
-    last = lone_experts.down if len(ids) == 1 else down
+    last = lone_experts.down if len(ids) <= MAX_APART else down
     return last(inner, ids, shares, operand(weights.down), weights.down_bias, residual)
 
 
