@@ -207,6 +207,7 @@ def choose(engine: Engine, form: Form, dim: int) -> None:
         norm.MOST_NUMBERS = form.most_numbers
     elif isinstance(form, Several):
         lone_rows.SEVERAL.clear()
+        lone_rows.MANY_LANES.clear()
         if form.form is not None:
             lone_rows.SEVERAL[dim] = form.form
     else:

@@ -44,10 +44,11 @@ class Rows:
 
 # by a head's size, as measured (scripts/h200/rows.py), of requests of one row, and of several (a verification's);
 # others are read by attention.py
-EARLY = Rows(64, 4, signals=True)
+EARLY, EARLY_WIDE = Rows(64, 4, signals=True), Rows(64, 8, signals=True)
 CHOSEN = {64: EARLY, 128: replace(EARLY, requests=64), 256: Rows(32, 4, signals=True), 576: Rows(64, 8, slices=8)}
 BY_LANES = Rows(64, 4, lanes=16, signals=True)
-SEVERAL = {64: BY_LANES, 128: BY_LANES, 256: Rows(128, 8, slices=2, signals=True), 576: Rows(64, 8, slices=4)}
+SEVERAL = {64: EARLY_WIDE, 128: BY_LANES, 256: Rows(128, 8, slices=2, signals=True), 576: Rows(64, 8, slices=4)}
+MANY_LANES = {64: BY_LANES}  # instead, where there are more than 32
 
 
 @triton.jit
@@ -255,6 +256,8 @@ def attend_rows(
         return out
     several, group, table = keys.max_rows > 1, num_heads // num_kv_heads, keys.page_table
     chosen = (SEVERAL if several else CHOSEN)[dim]
+    if several and keys.max_rows * group > chosen.lanes:
+        chosen = MANY_LANES.get(dim, chosen)
     slices = chosen.slices if value_dim % (chosen.slices * 16) == 0 else 1
     block_m = BLOCK_M if keys.max_rows * group <= BLOCK_M else chosen.lanes
     form = Form(ANY, block_m, chosen.keys, chosen.warps, num_programs=chosen.num_programs, least_keys=chosen.least_keys)
