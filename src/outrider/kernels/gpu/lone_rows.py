@@ -48,7 +48,7 @@ EARLY, EARLY_WIDE = Rows(64, 4, signals=True), Rows(64, 8, signals=True)
 CHOSEN = {64: EARLY, 128: replace(EARLY, requests=64), 256: Rows(32, 4, signals=True), 576: Rows(64, 8, slices=8)}
 BY_LANES = Rows(64, 4, lanes=16, signals=True)
 SEVERAL = {64: EARLY_WIDE, 128: BY_LANES, 256: Rows(128, 8, slices=2, signals=True), 576: Rows(64, 8, slices=4)}
-MANY_LANES = {64: BY_LANES}  # instead, where there are more than 32
+MANY_LANES = {64: BY_LANES}  # instead, where requests have more lanes than that form's programs
 
 
 @triton.jit
