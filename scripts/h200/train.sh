@@ -25,7 +25,7 @@
 #   46 %, DFlash 6 % a layer, published) cost a step some 3 ms more and a round two layers of thirty. Files of three layers are still
 #   small. EAGLE-3 pays for every layer seven times in a round: one. MTP: three modules, as asked for.
 # - EAGLE-3 with --post-norm and --loss kl: 2.65 and 2.56 in `ablate` where the base had 2.54 (docs/diary.md).
-# - Steps of 16,384 tokens, rows of 1,024, steps that are 3 % of a matrix: docs/diary.md. (The last is a middle between targets.
+# - Steps of 16,384 tokens, rows of 1,024, steps that are 3 % of a matrix (MTP 2 %): docs/diary.md. (The last is a middle between targets.
 #   On a GPU Qwen2.5-Coder-0.5B was run with it; 1 % and 2 % in short courses only.)
 . scripts/h200/steps.sh
 step train 595 "$PY" $HERE/train.py "$@"
