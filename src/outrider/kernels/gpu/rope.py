@@ -38,11 +38,10 @@ def _rope_write(
     NORM: tl.constexpr, WIDE: tl.constexpr, V_NORM: tl.constexpr, V_WIDE: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_VALUE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program turns HEADS heads of one row: the queries' heads first, then the keys', then the values are copied.
-    EARLY: the launch before this one may still be at work; norms' weights, which no launch makes, are asked for
-    meanwhile."""
+    """A program turns HEADS heads of one row: the queries' heads first, then the keys', then the values are copied."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind = out.dtype.element_ty
     q_groups, k_groups = tl.cdiv(num_heads, HEADS), tl.cdiv(num_kv_heads, HEADS)
@@ -50,42 +49,32 @@ def _rope_write(
         head = ((group - q_groups - k_groups) * HEADS + tl.arange(0, HEADS))[:, None]
         place = tl.arange(0, BLOCK_VALUE)[None, :]
         fits = (place < value_dim) & (head < num_kv_heads)
-        norm = 0.0
-        if V_NORM:
-            norm = tl.load(v_weight + place, mask=place < value_dim, other=0.0).to(tl.float32) + v_offset
-        if EARLY:
-            tl.extra.cuda.gdc_wait()
         value = tl.load(v + row * v_row + head * v_head + place, mask=fits, other=0.0)
         if V_NORM:
             value = value.to(tl.float32)
             value *= tl.rsqrt(tl.sum(value * value, 1) / value_dim + v_eps)[:, None]
             if not V_WIDE:
                 value = value.to(kind).to(tl.float32)
-            value = (value * norm).to(kind)
+            value *= tl.load(v_weight + place, mask=place < value_dim, other=0.0).to(tl.float32) + v_offset
+            value = value.to(kind)
         at = tl.load(locations + row) * value_row + head * value_head
         tl.store(v_pages + at + place, in_page(value, value_inverse, v_pages.dtype.element_ty), mask=fits)
         return
     turning = tl.arange(0, BLOCK_HALF)
     rest = 2 * half + tl.arange(0, BLOCK_REST)
-    is_query = group < q_groups
-    first_norm, second_norm, third_norm = 0.0, 0.0, 0.0
-    if NORM:
-        weight = q_weight if is_query else k_weight
-        first_norm = tl.load(weight + turning, mask=turning < half, other=0.0).to(tl.float32)[None, :] + offset
-        second_norm = tl.load(weight + half + turning, mask=turning < half, other=0.0).to(tl.float32)[None, :] + offset
-        third_norm = tl.load(weight + rest, mask=rest < dim, other=0.0).to(tl.float32)[None, :] + offset
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     cos_at = tl.load(cos + row * half + turning, mask=turning < half, other=0.0)[None, :]
     sin_at = tl.load(sin + row * half + turning, mask=turning < half, other=0.0)[None, :]
+    is_query = group < q_groups
     if is_query:
         head = (group * HEADS + tl.arange(0, HEADS))[:, None]
         exists = head < num_heads
         source = q + row * q_row + head * q_head
+        weight = q_weight
     else:
         head = ((group - q_groups) * HEADS + tl.arange(0, HEADS))[:, None]
         exists = head < num_kv_heads
         source = k + row * k_row + head * k_head
+        weight = k_weight
     turns = exists & (turning < half)[None, :]
     stays = exists & (rest < dim)[None, :]
     first = tl.load(source + turning[None, :], mask=turns, other=0.0).to(tl.float32)
@@ -98,7 +87,9 @@ def _rope_write(
         if not WIDE:
             first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
             third = third.to(kind).to(tl.float32)
-        first, second, third = first * first_norm, second * second_norm, third * third_norm
+        first *= tl.load(weight + turning, mask=turning < half, other=0.0).to(tl.float32)[None, :] + offset
+        second *= tl.load(weight + half + turning, mask=turning < half, other=0.0).to(tl.float32)[None, :] + offset
+        third *= tl.load(weight + rest, mask=rest < dim, other=0.0).to(tl.float32)[None, :] + offset
         first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
     first, second = (first * cos_at - second * sin_at).to(kind), (second * cos_at + first * sin_at).to(kind)
     if is_query:
