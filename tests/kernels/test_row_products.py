@@ -19,7 +19,7 @@ from gluon_words import Kernel
 
 from outrider.kernels import linear
 from outrider.kernels.activation import gelu_tanh_mul, silu_mul
-from outrider.kernels.gpu import epilogue, gates, row_exchange, row_products
+from outrider.kernels.gpu import epilogue, gates, product_parts, row_exchange, row_products
 from outrider.kernels.gpu import linear as gpu_linear
 from outrider.kernels.gpu.row_products import Tile
 
@@ -139,12 +139,12 @@ def test_sums_are_exchanged_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> No
     wanted = row_products.linear(x, weight, residual=residual, tile=Tile(1, 3, 2))
     assert len(added) == 1
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)  # of two parts, the order does not matter
-    counters = row_exchange.counters_for(x.device, 4)
+    counters = product_parts.counters_for(x.device, 4)
     assert counters is not None
     assert not counters.any()
     row_products.linear(x, weight, bias, tile=tile)
     assert len(added) == 2
-    monkeypatch.setattr(row_exchange, "MAX_COUNTERS", 3)
+    monkeypatch.setattr(product_parts, "MAX_COUNTERS", 3)
     torch.testing.assert_close(row_products.linear(x, weight, residual=residual, tile=tile), wanted, rtol=0, atol=0)
     assert len(added) == 3
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from outrider.kernels.gpu.product_parts import is_last
+
 
 @triton.jit
 def _plus_part(
@@ -37,11 +39,7 @@ def leave(
     value_place = tl.arange(0, BLOCK_VALUE)
     fits = inside[:, None] & (value_place < VALUE)[None, :]
     tl.store(partial + at[:, None] * VALUE + value_place[None, :], total, mask=fits)
-    tl.debug_barrier()  # all of this program's threads have written before it is counted
-    is_last = tl.atomic_add(counter_at, 1, sem="acq_rel") == parts - 1
-    if is_last:
-        tl.store(counter_at, 0)
-    return is_last
+    return is_last(counter_at, parts)
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """A product whose inputs several programs share, in one launch: each leaves the sums of its part, and whoever is the
-last adds them up, part after part, so that a sum does not depend on who that is."""
+last adds them up, part after part, so that a sum does not depend on who that is. Attention finds out who is the last in
+the same way."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ def place_of(row, column, num_columns):
 
 
 @triton.jit
-def is_last(counter_at, PARTS: tl.constexpr):
-    """Whether the sums of all other parts have been left, as this program's have."""
+def is_last(counter_at, parts):
+    """Whether all other parts have been left, as this program's has."""
     tl.debug_barrier()  # all of this program's threads have written before it is counted
-    last = tl.atomic_add(counter_at, 1, sem="acq_rel") == PARTS - 1
+    last = tl.atomic_add(counter_at, 1, sem="acq_rel") == parts - 1
     if last:
         tl.store(counter_at, 0)
     return last

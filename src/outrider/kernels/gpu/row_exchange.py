@@ -5,15 +5,10 @@ them are 256 bytes in a row."""
 
 from __future__ import annotations
 
-import functools
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 EIGHT = gl.constexpr(8)  # of the input, which a program keeps or does not: as many as lie together in registers
-MAX_COUNTERS = 8192
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
@@ -84,17 +79,3 @@ def exchange(
         if BLOCKS == 2:
             second_other = _take(second_other, left + BLOCK, ROWS, begin, end, part, split, SIZE)
     return total, second, other, second_other
-
-
-@functools.cache
-def _made(device: torch.device) -> Tensor:
-    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
-
-
-def counters_for(device: torch.device, count: int) -> Tensor | None:
-    """Zero before and after every launch; one launch at a time may use them. None: they are too few, or would have to
-    be made, and so zeroed, within a recording, of which other recordings know nothing."""
-    is_first = not _made.cache_info().currsize
-    if count > MAX_COUNTERS or (is_first and device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return None
-    return _made(device)

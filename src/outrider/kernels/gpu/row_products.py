@@ -30,7 +30,8 @@ from triton.language.extra import cuda
 from outrider.kernels.gpu import gates, launch
 from outrider.kernels.gpu.epilogue import beside, finish
 from outrider.kernels.gpu.gates import activated
-from outrider.kernels.gpu.row_exchange import counters_for, exchange
+from outrider.kernels.gpu.product_parts import counters_for
+from outrider.kernels.gpu.row_exchange import exchange
 
 BLOCK = gl.constexpr(64)  # outputs of a product: the M of wgmma
 DEPTH = gl.constexpr(64)  # inputs of a step: 128 bytes, as far as the swizzle reaches
