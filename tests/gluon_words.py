@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from outrider.kernels.gpu.widen import INT4_ASM, RAISED_ASM, UINT4_ASM
+from outrider.kernels.gpu.widen import FP4_SMALL_ASM, INT4_ASM, LARGER_ASM, RAISED_ASM, UINT4_ASM
+from outrider.kernels.quantised import FP4_VALUES
 
 PATIENCE = 20.0  # seconds
 here = threading.local()  # program, number of programs, products under way
@@ -25,8 +26,8 @@ here = threading.local()  # program, number of programs, products under way
 class Block(np.ndarray):
     """A tensor of a kernel."""
 
-    def to(self, dtype: Any) -> Any:
-        return self.astype(dtype)
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        return self.view(dtype) if bitcast else self.astype(dtype)
 
     @property
     def type(self) -> Any:
@@ -252,13 +253,28 @@ def warpgroup_mma_wait(num_outstanding: int, deps: list[Any]) -> Any:
     return found[0] if len(found) == 1 else tuple(found)
 
 
-def widened(assembly: str, constraints: str, words: list[Any], kinds: Any, is_pure: bool, pack: int) -> tuple[Any, ...]:
-    """The only assembly that is spoken here, widen's: whole numbers of 4 bits as n / 8, with 16, 0 or -1 beside it."""
+SMALL = 2.0**-126  # what numbers of fp4 are widened to, where nobody multiplies them
+SIGNED_FP4 = np.array([*FP4_VALUES, *(-value for value in FP4_VALUES)], np.float32)
+FP4_PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))  # where a word has each number's bits
+
+
+def widened(assembly: str, constraints: str, words: list[Any], kinds: Any, is_pure: bool, pack: int) -> Any:
+    """The only assembly that is spoken here, widen's: whole numbers of 4 bits as n / 8, with 16, 0 or -1 beside it;
+    fp4; and inputs made larger."""
+    (bits,) = words
+    if assembly == LARGER_ASM.value:
+        return block(bits * np.float32(2.0**96))
+    if assembly == FP4_SMALL_ASM.value:
+        numbers = [sum((bits >> at & 1) << 3 - n for n, at in enumerate(places)) for places in FP4_PLACES]
+        return tuple(block(SIGNED_FP4[number] * np.float32(SMALL)) for number in numbers)
     more = np.float32({RAISED_ASM.value: 16, UINT4_ASM.value: 0, INT4_ASM.value: -1}[assembly])
-    return tuple(block((words[0] >> shift & 15) / np.float32(8) + more) for shift in (0, 4, 8, 12))
+    return tuple(block((bits >> shift & 15) / np.float32(8) + more) for shift in (0, 4, 8, 12))
 
 
-def side_by_side(calls: list[tuple[Callable[..., None], tuple[Any, ...]]], program: tuple[int, int]) -> None:
+Program = tuple[tuple[int, ...], tuple[int, ...]]  # its place in a grid, and the grid
+
+
+def side_by_side(calls: list[tuple[Callable[..., None], tuple[Any, ...]]], program: Program) -> None:
     wrong: list[BaseException] = []
 
     def run(function: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -294,11 +310,11 @@ LANGUAGE = SimpleNamespace(
     max=reduced(np.max), min=reduced(np.min), sum=reduced(np.sum), exp=lambda x: block(np.exp(x)),
     exp2=lambda x: block(np.exp2(x)), int16=np.int16, bfloat16=np.float32, inline_asm_elementwise=widened,
     cast=lambda x, dtype: dtype(x), join=lambda a, b: block(np.stack((a, b), -1)),
-    permute=lambda x, order: block(x.transpose(order)),
+    permute=lambda x, order: block(x.transpose(order)), split=lambda x: (block(x[..., 0]), block(x[..., 1])),
     reshape=lambda x, shape: block(x.reshape(shape)), DistributedLinearLayout=lambda *args: None,
     where=lambda mask, a, b: block(np.where(mask, a, b)), maximum=lambda a, b: block(np.maximum(a, b)),
-    minimum=lambda a, b: block(np.minimum(a, b)), program_id=lambda axis: here.program[0],
-    num_programs=lambda axis: here.program[1], BlockedLayout=lambda *args: None, SliceLayout=lambda *args: None,
+    minimum=lambda a, b: block(np.minimum(a, b)), program_id=lambda axis: here.program[0][axis],
+    num_programs=lambda axis: here.program[1][axis], BlockedLayout=lambda *args: None, SliceLayout=lambda *args: None,
     DotOperandLayout=lambda *args: None, NVMMADistributedLayout=lambda *args: None,
     SwizzledSharedLayout=lambda *args: "flat", NVMMASharedLayout=lambda *args, rank: "swizzled",
     warp_specialize=lambda calls, warps, registers: side_by_side(calls, here.program),
@@ -327,19 +343,20 @@ class Kernel:
         self.run = names[name]
         names.update(WORDS)
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
             known = [as_argument(each) for each in args]
 
             def program(number: int) -> None:
-                here.program, here.products, here.copies, here.groups = (number, grid[0]), [], [], []
+                place = tuple(int(each) for each in np.unravel_index(number, grid, order="F"))
+                here.program, here.products, here.copies, here.groups = (place, grid), [], [], []
                 self.run(*known, **constants)
 
             def several(first: int, step: int) -> None:
-                for number in range(first, grid[0], step):
+                for number in range(first, int(np.prod(grid)), step):
                     program(number)
 
-            side_by_side([(several, (first, self.at_a_time)) for first in range(self.at_a_time)], (0, 0))
+            side_by_side([(several, (first, self.at_a_time)) for first in range(self.at_a_time)], ((0,), grid))
 
         return launch
 

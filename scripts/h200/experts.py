@@ -4,11 +4,13 @@ the rows of a round of EAGLE-3 choose between them.
     PYTHONPATH=src python scripts/h200/experts.py [SHAPE...]            of SHAPES; none: all
     PYTHONPATH=src python scripts/h200/experts.py choices [SHAPE...]    random weights, K = 5, layer by layer
 
-Six rows, whose experts are drawn independently or from twice as many as one row takes. Every form is checked against
-torch, then timed in CUDA graphs over other experts each time, in two copies of the weights. A line: how many experts
-are read, us of reading them once, then every form from the fastest on: columns . slices . stages . programs (as many
-times as a row has experts; 0: one for every pair); `rows`: every row reads its own. `SMOKE=1 TRITON_INTERPRET=1`: on a
-CPU."""
+Six rows, whose experts are drawn independently or from twice as many as one row takes, and one row. Every form is
+checked against torch, then timed in CUDA graphs over other experts each time, in two copies of the weights. A line: how
+many experts are read, us of reading them once, then every form from the fastest on: columns . slices . stages .
+programs (as many times as a row has experts; 0: one for every pair); h, MXFP4 in registers (held_experts.py): tiles of
+16 outputs . warps . stages . programs . registers; s, one after the other (streamed_experts.py): warps . neighbouring
+inputs . stages . programs of a multiprocessor; `rows`: every row reads its own; `now`: few_experts.py's own.
+`SMOKE=1 TRITON_INTERPRET=1`: on a CPU."""
 
 from __future__ import annotations
 
@@ -31,11 +33,17 @@ from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.kernels.activation import Activation, ClampedSwish, silu_mul
 from outrider.kernels.gpu import few_experts, lone_experts
 from outrider.kernels.gpu.few_experts import Tile
-from outrider.kernels.gpu.sums import operand
+from outrider.kernels.gpu.gates import gate_of
+from outrider.kernels.gpu.sums import Operand, operand
 from outrider.kernels.quantised import Kind, QuantisedStack, quantise
 from outrider.layers import moe
 
 KIND, ROWS, COPIES, DRAWS, COMPILERS = torch.float32 if SMOKE else torch.bfloat16, 6, 2, 8, 1 if SMOKE else 4
+HELD = ["h4.4.1.16.168", "h4.4.2", "h2.4.1", "h2.4.2.16.128"]
+STREAMED = {
+    "up": ["s4.128.6", "s4.128.5", "s4.128.4.2", "s4.64.8", "s4.64.6.2", "s4.64.4.2", "s8.64.5", "s8.64.6"],
+    "down": ["s4.64.8", "s4.64.12", "s4.128.6", "s4.32.16", "s8.32.8", "s8.64.5", "s2.128.8"],
+}
 WRONG = 0.02
 MANY = 1024  # programs of a column: one for every pair
 
@@ -59,7 +67,7 @@ SHAPES = {
 FORMS = {  # columns, slices, stages, programs (0: as many as pairs; n: n times as many as a row takes)
     False: ["16.4.3.0", "16.4.3.1", "16.4.3.2", "32.4.3.1", "32.4.3.2", "32.4.2.2", "16.4.4.2", "64.4.2.1", "32.2.3.2",
             "64.2.3.2", "16.2.4.2", "32.8.2.2", "16.8.2.2", "32.2.4.2", "64.4.2.2"],
-    True: ["32.2.3.0", "32.2.3.1", "32.2.3.2", "32.2.4.2", "32.4.3.2", "16.4.3.2", "64.2.3.2", "64.2.4.2", "64.4.3.2",
+    True: ["32.2.3.0", "32.2.3.1", "32.2.3.2", "32.2.3.4", "32.2.4.2", "32.4.3.2", "16.4.3.2", "64.2.3.2", "64.2.4.2",
            "32.1.4.2", "64.1.4.2", "32.4.2.2", "16.2.4.2", "64.4.2.1", "64.4.2.2"],
 }  # fmt: skip
 if SMOKE:
@@ -72,12 +80,12 @@ def tile_of(form: str, shape: Shape) -> Tile:
     return Tile(block_n, slices, stages, times * shape.chosen or MANY)
 
 
-def draws(shape: Shape, among: int) -> list[Tensor]:
+def draws(shape: Shape, among: int, num_rows: int = ROWS) -> list[Tensor]:
     """Experts of some rows, drawn from so many."""
     generator, found = torch.Generator().manual_seed(among), []
     for _ in range(DRAWS):
         some = torch.randperm(shape.experts, generator=generator)[:among]
-        rows = [some[torch.randperm(among, generator=generator)[: shape.chosen]] for _ in range(ROWS)]
+        rows = [some[torch.randperm(among, generator=generator)[: shape.chosen]] for _ in range(num_rows)]
         found.append(torch.stack(rows).int().to(DEVICE))
     return found
 
@@ -91,7 +99,7 @@ def stack(count: int, height: int, inner: int, kind: Kind | None) -> Tensor | Qu
     return QuantisedStack(found, count)
 
 
-def wanted_of(weight: Tensor | QuantisedStack, ids: Tensor, rows: Tensor, per_row: int) -> Tensor:
+def products_of(weight: Tensor | QuantisedStack, ids: Tensor, rows: Tensor, per_row: int) -> Tensor:
     """[T * k, N] in float32: what each pair's expert makes of its row."""
     dense = weight if isinstance(weight, Tensor) else weight.dense(KIND)
     experts = ids.flatten().long()
@@ -99,37 +107,90 @@ def wanted_of(weight: Tensor | QuantisedStack, ids: Tensor, rows: Tensor, per_ro
     return torch.stack([dense[expert].float() @ row.float() for expert, row in zip(experts, rows, strict=True)])
 
 
+def forms_of(shape: Shape, num_rows: int, part: str) -> list[str]:
+    held = HELD if shape.kind is Kind.FP4 else STREAMED[part] if shape.kind is None else []
+    held = [] if SMOKE else held
+    if num_rows == 1:
+        return ["now", *held, *(["rows"] if part == "down" else ["32.2.3.4"] if shape.kind is not None else [])]
+    return ["now", *held, *FORMS[shape.kind is not None], *(["rows"] if part == "down" else [])]
+
+
 def compare(name: str, shape: Shape) -> None:
     ups = [stack(shape.experts, 2 * shape.inner, shape.hidden, shape.kind) for _ in range(COPIES)]
     downs = [stack(shape.experts, shape.hidden, shape.inner, shape.kind) for _ in range(COPIES)]
-    x = torch.randn(ROWS, shape.hidden, device=DEVICE).to(KIND)
-    inner = torch.randn(ROWS * shape.chosen, shape.inner, device=DEVICE).to(KIND)
-    residual, shares = torch.randn_like(x), torch.rand(ROWS, shape.chosen, device=DEVICE)
     bytes_of = [each.nbytes if isinstance(each, Tensor) else each.num_bytes for each in (ups[0], downs[0])]
-
-    def up(ids: Tensor, copy: int, tile: Tile) -> Tensor:
-        return few_experts.up(x, ids, operand(ups[copy]), None, shape.activation, tile)
-
-    def down(ids: Tensor, copy: int, tile: Tile | None) -> Tensor:
-        if tile is None:
-            return lone_experts.down(inner, ids, shares, operand(downs[copy]), None, residual)
-        return few_experts.down(inner, ids, shares, operand(downs[copy]), None, residual, tile)
-
-    for among in (shape.experts, 2 * shape.chosen):
-        chosen = draws(shape, among)
+    for num_rows, among in ((1, shape.experts), (ROWS, shape.experts), (ROWS, 2 * shape.chosen)):
+        chosen = draws(shape, among, num_rows)
+        inputs = inputs_of(shape, num_rows)
         mean = sum(len(each.unique()) for each in chosen) / len(chosen)
-        answers = (wanted_of(downs[0], chosen[0], inner, 1) * shares.to(KIND).flatten()[:, None]).view(
-            ROWS, shape.chosen, -1
-        )
-        targets = (
-            shape.activation(wanted_of(ups[0], chosen[0], x, shape.chosen).to(KIND)),
-            answers.sum(1) + residual.float(),
-        )
-        for part, run, wanted in (("up", up, targets[0]), ("down", down, targets[1])):
-            forms: list[str] = [*FORMS[shape.kind is not None], *(["rows"] if part == "down" else [])]
+        for part, stacks in (("up", ups), ("down", downs)):
+            wanted = wanted_of(part, shape, inputs, stacks[0], chosen[0])
+            run = partial(run_form, part, shape, inputs, [operand(each) for each in stacks], stacks)
             share = mean / shape.experts * bytes_of[part == "down"] / TERABYTES / 1e6
-            line = f"{name} {part}: {mean:.1f} of {shape.experts} experts, {share:.1f};"
-            say(line + told(forms, shape, chosen, run, wanted))
+            line = f"{name} {part} of {num_rows}: {mean:.1f} of {shape.experts} experts, {share:.1f};"
+            say(line + told(forms_of(shape, num_rows, part), shape, chosen, run, wanted))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    x: Tensor
+    inner: Tensor
+    residual: Tensor
+    shares: Tensor
+
+
+def inputs_of(shape: Shape, num_rows: int) -> Inputs:
+    x = torch.randn(num_rows, shape.hidden, device=DEVICE).to(KIND)
+    inner = torch.randn(num_rows * shape.chosen, shape.inner, device=DEVICE).to(KIND)
+    return Inputs(x, inner, torch.randn_like(x), torch.rand(num_rows, shape.chosen, device=DEVICE))
+
+
+def wanted_of(part: str, shape: Shape, inputs: Inputs, weight: Tensor | QuantisedStack, ids: Tensor) -> Tensor:
+    if part == "up":
+        return shape.activation(products_of(weight, ids, inputs.x, shape.chosen).to(KIND))
+    answers = products_of(weight, ids, inputs.inner, 1) * inputs.shares.to(KIND).flatten()[:, None]
+    return answers.view(len(ids), shape.chosen, -1).sum(1) + inputs.residual.float()
+
+
+def run_form(
+    part: str,
+    shape: Shape,
+    inputs: Inputs,
+    operands: Sequence[Operand],
+    stacks: Sequence[Tensor | QuantisedStack],
+    ids: Tensor,
+    copy: int,
+    form: str,
+) -> Tensor:
+    weight, stack_, is_held = operands[copy], stacks[copy], form.startswith("h")
+    if form.startswith("s"):
+        return streamed(part, shape, inputs, stack_, ids, form)
+    tile = None if form in ("now", "rows") or is_held else tile_of(form, shape)
+    held = held_tile(form) if is_held else None
+    if part == "up":
+        if form == "now" and isinstance(stack_, Tensor) and len(ids) == 1:
+            return lone_experts.up(inputs.x, ids, stack_, None, shape.activation)
+        return few_experts.up(inputs.x, ids, weight, None, shape.activation, tile, held=held)
+    given = (inputs.inner, ids, inputs.shares, weight, None, inputs.residual)
+    if form == "rows" or (form == "now" and len(ids) <= few_experts.MAX_APART):
+        return lone_experts.down(*given)
+    return few_experts.down(*given, tile, held=held)
+
+
+def streamed(part: str, shape: Shape, inputs: Inputs, weight: Any, ids: Tensor, form: str) -> Tensor:
+    from outrider.kernels.gpu import streamed_experts
+
+    tile = streamed_experts.Tile(*map(int, form[1:].split(".")))
+    if part == "up":
+        return streamed_experts.up(inputs.x, ids, weight, None, gate_of(shape.activation), tile)
+    return streamed_experts.down(inputs.inner, ids, inputs.shares, weight, None, inputs.residual, tile)
+
+
+def held_tile(form: str) -> Any:
+    from outrider.kernels.gpu.held_experts import Tile as HeldTile
+
+    tiles, warps, stages, *programs = map(int, form[1:].split("."))
+    return HeldTile(tiles, warps, stages, *programs)
 
 
 def told(
@@ -137,12 +198,11 @@ def told(
 ) -> str:
     found = []
     for form in forms:
-        tile = None if form == "rows" else tile_of(form, shape)
         try:
-            error = float((run(chosen[0], 0, tile).float() - wanted.float()).abs().max() / wanted.float().abs().max())
+            error = float((run(chosen[0], 0, form).float() - wanted.float()).abs().max() / wanted.float().abs().max())
 
-            def once(number: int, tile: Tile | None = tile) -> Tensor:
-                return run(chosen[number % len(chosen)], number % COPIES, tile)
+            def once(number: int, form: str = form) -> Tensor:
+                return run(chosen[number % len(chosen)], number % COPIES, form)
 
             us = timed(once, DRAWS * COPIES if DRAWS % COPIES else DRAWS)
         except Exception as failure:
@@ -155,18 +215,15 @@ def told(
 def compile_forms(name: str, part: int) -> None:
     """Every so many-th form once, in a process of its own."""
     shape = SHAPES[name]
-    count = max(2 * shape.chosen, 8)
-    up = operand(stack(count, 2 * shape.inner, shape.hidden, shape.kind))
-    down = operand(stack(count, shape.hidden, shape.inner, shape.kind))
-    x, ids = torch.randn(ROWS, shape.hidden, device=DEVICE).to(KIND), draws(replace(shape, experts=count), count)[0]
-    inner = torch.randn(ROWS * shape.chosen, shape.inner, device=DEVICE).to(KIND)
-    shares = torch.rand(ROWS, shape.chosen, device=DEVICE)
-    for form in FORMS[shape.kind is not None][part::COMPILERS]:
-        tile = tile_of(form, shape)
-        with suppress(Exception):  # told when it is timed
-            few_experts.up(x, ids, up, None, shape.activation, tile)
-        with suppress(Exception):
-            few_experts.down(inner, ids, shares, down, None, x, tile)
+    shape = replace(shape, experts=max(2 * shape.chosen, 8))
+    up = stack(shape.experts, 2 * shape.inner, shape.hidden, shape.kind)
+    down = stack(shape.experts, shape.hidden, shape.inner, shape.kind)
+    for num_rows in (1, ROWS):
+        ids, inputs = draws(shape, shape.experts, num_rows)[0], inputs_of(shape, num_rows)
+        for which, weight in (("up", up), ("down", down)):
+            for form in forms_of(shape, num_rows, which)[part::COMPILERS]:
+                with suppress(Exception):  # told when it is timed
+                    run_form(which, shape, inputs, [operand(weight)], [weight], ids, 0, form)
 
 
 # how many experts a round's rows choose

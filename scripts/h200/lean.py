@@ -53,6 +53,7 @@ class Group:
     step_ms: float | None = None  # wanted, as are the next two
     times_plain: float | None = None
     round_ms: float | None = None
+    drafter: str | None = None  # once more with the drafter in so many bits
     rows: bool = False  # many rows beside one
     pages: bool = False  # long contexts, pages in 16 and 8 bits
 
@@ -62,10 +63,10 @@ GROUPS = {
     "llama-fp8": Group("llama-3.1-8b", "fp8", step_ms=2.75, times_plain=1.45, rows=True),
     "llama-int4": Group("llama-3.1-8b", "int4", step_ms=2.2, times_plain=1.45, rows=True),
     "pages": Group("llama-3.1-8b", pages=True),
-    "qwen3-30b-a3b": Group("qwen3-30b-a3b", step_ms=2.6, times_plain=1.4),
-    "deepseek-v2-lite": Group("deepseek-v2-lite", step_ms=2.2, times_plain=1.4),
-    "gemma-3-4b": Group("gemma-3-4b", step_ms=2.5, times_plain=1.4),
-    "gpt-oss-20b": Group("gpt-oss-20b", step_ms=2.2, times_plain=1.4),
+    "qwen3-30b-a3b": Group("qwen3-30b-a3b", step_ms=2.6, times_plain=1.4, drafter="int4"),
+    "deepseek-v2-lite": Group("deepseek-v2-lite", step_ms=2.2, times_plain=1.4, drafter="int4"),
+    "gemma-3-4b": Group("gemma-3-4b", step_ms=2.5, times_plain=1.4, drafter="int4"),
+    "gpt-oss-20b": Group("gpt-oss-20b", step_ms=2.2, times_plain=1.4, drafter="int4"),
     "smollm2-135m": Group("smollm2-135m", step_ms=0.68, round_ms=1.0),
 }
 ASIDE = ("accept", "certify-int4", "certify-fp8")
@@ -124,7 +125,7 @@ class Measuring:
             return
         contexts = [(1, CONTEXT), *((rows, length) for rows in MANY for length in (SHORT, CONTEXT))]
         costs, limit = self._measure(contexts if self.group.rows else contexts[:1])
-        (drafted,), _ = self._measure(contexts[:1], drafts=True)
+        (drafted,), _ = self._measure(contexts[:1], drafts=True, drafter=self.group.quantization)
         one = costs[0]
         self._tell("plain step", one, f"bytes {limit:.2f} ms", one.ms, self.group.step_ms)
         ratio = drafted.ms / one.ms
@@ -133,6 +134,10 @@ class Measuring:
             self._tell(f"EAGLE-3 K={K}", drafted, about, drafted.ms, self.group.round_ms)
         else:
             self._tell(f"EAGLE-3 K={K}", drafted, about, ratio, self.group.times_plain)
+        if self.group.drafter is not None:
+            (drafted,), _ = self._measure(contexts[:1], drafts=True, drafter=self.group.drafter)
+            about = f"drafter in {self.group.drafter}, {drafted.tokens:.2f} tokens, ratio {drafted.ms / one.ms:.3f}"
+            self._tell(f"EAGLE-3 K={K}", drafted, about, drafted.ms / one.ms, self.group.times_plain)
         for (rows, length), cost in zip(contexts[1:], costs[1:], strict=False):
             ratio, wanted = cost.ms / one.ms, 1.25 if rows == MANY[0] else 1.8
             self._tell(f"{rows} rows, context {length}", cost, f"{ratio:.3f} of one row", ratio, wanted)
@@ -149,7 +154,12 @@ class Measuring:
         self._say(f"fp8 pages: growth {ratio:.3f} of 16 bits' ({verdict(ratio, 0.6, at_least=False)})")
 
     def _measure(
-        self, contexts: Sequence[tuple[int, int]], *, drafts: bool = False, kv_cache_dtype: str = "auto"
+        self,
+        contexts: Sequence[tuple[int, int]],
+        *,
+        drafts: bool = False,
+        drafter: str | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> tuple[list[Cost], float]:
         """The costs, and milliseconds that reading the weights takes at least."""
         num_rounds = 2 if self.is_trial else NUM_ROUNDS
@@ -158,7 +168,7 @@ class Measuring:
             num_speculative_tokens=K,
             force=True,
             synthetic_acceptance_length=ACCEPT_LENGTH,
-            quantization=self.group.quantization,
+            quantization=drafter,
             kv_cache_dtype=kv_cache_dtype,
         )
         longest = max(length for _, length in contexts)

@@ -18,7 +18,7 @@ from outrider.kernels.gpu import few_experts, gates, lone_experts, router
 
 TYPES = dict.fromkeys(("x", "weight", "bias"), "*bf16") | dict.fromkeys(("norm", "logits", "shares"), "*fp32")
 TYPES |= dict.fromkeys(("counter", "ids"), "*i32") | {"out": "*bf16"}
-TYPES |= {"data": "*bf16"}
+TYPES |= {"data": "*bf16", "residual": "*bf16"}
 TYPES |= {"scale": "*fp32", "offset": "fp32"}
 TYPES |= dict.fromkeys(("norm_offset", "eps", "alpha", "limit"), "fp32")
 KERNELS = [
@@ -33,7 +33,17 @@ KERNELS = [
     (few_experts._chosen, dict(
         KIND=5, PART=128, GROUP=0, EVEN=True, POWERS=False, HAS_SCALE=False, HAS_OFFSET=False, GATE=gates.SILU,
         TWO=True, HAS_BIAS=False, NORM=True, IEEE=False, FAST=True, SLICES=4, BLOCK_M=8, BLOCK_N=16, BLOCK_P=64,
-        STAGES=3, EARLY=True,
+        STAGES=3, KNOWN=False, EARLY=True,
+    ), 4),
+    (few_experts._chosen, dict(
+        KIND=5, PART=128, GROUP=0, EVEN=True, POWERS=False, HAS_SCALE=False, HAS_OFFSET=False, GATE=gates.NONE,
+        TWO=False, HAS_BIAS=False, NORM=False, IEEE=False, FAST=True, SLICES=2, BLOCK_M=8, BLOCK_N=32, BLOCK_P=64,
+        STAGES=3, KNOWN=True, EARLY=True,
+    ), 2),
+    (lone_experts._down, dict(
+        KIND=5, PART=128, GROUP=0, EVEN=True, POWERS=False, HAS_SCALE=False, HAS_OFFSET=False, HAS_BIAS=False,
+        HAS_RESIDUAL=True, IEEE=False, FAST=True, EXPERTS=8, SPLIT=1, BLOCK_M=8, BLOCK_N=16, STAGES=4, KNOWN=True,
+        EARLY=True,
     ), 4),
 ]
 for kernel, constants, warps in KERNELS:
@@ -43,7 +53,9 @@ for kernel, constants, warps in KERNELS:
     even = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name not in constants}
     even = {place: value for place, value in even.items() if signature[names[place[0]]] != "fp32"}
     source = ASTSource(kernel, signature, constexprs=values, attrs=even)
-    compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+    if constants.get("KNOWN"):
+        assert "ld.global" in code.partition("griddepcontrol.wait")[0], "a choice that waits for the way up"
     print(kernel.__name__)
 """
 
@@ -52,4 +64,4 @@ def test_routers_and_experts_compile() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, env=environment)
     assert found.returncode == 0, found.stderr[-2000:]
-    assert found.stdout.split() == ["_route", "_softmax_top", "_up", "_chosen"]
+    assert found.stdout.split() == ["_route", "_softmax_top", "_up", "_chosen", "_chosen", "_down"]

@@ -4,6 +4,7 @@ its activation, down with the sum: two launches for up to three rows, three for 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from outrider.kernels.activation import Activation
 from outrider.kernels.gpu import gates, launch, lone_experts, sliced_experts, widen
+from outrider.kernels.gpu.hopper import on_hopper
 from outrider.kernels.gpu.sums import Operand, operand
 from outrider.kernels.moe import ExpertWeights
 from outrider.kernels.norm import Normed, materialised
@@ -32,18 +34,23 @@ def _chosen(
     KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, POWERS: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_OFFSET: tl.constexpr, GATE: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr,
     NORM: tl.constexpr, IEEE: tl.constexpr, FAST: tl.constexpr, SLICES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of few rows, without a list of tiles: of the experts that anybody chose, in the order in which they come in `ids`
     [T, k], every so many-th is a program's. There are fewer programs than pairs, as one that finds nothing to do takes
-    another one's place. Pair p reads row p // per_row of x and writes row p of the output."""
+    another one's place. Pair p reads row p // per_row of x and writes row p of the output. KNOWN: ids were there before
+    the launch before this one began."""
     if EARLY:
-        tl.extra.cuda.gdc_wait()
+        if not KNOWN:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # behind a wait for the router: see KNOWN
     pairs = tl.arange(0, BLOCK_P)
     id = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)
     same = id[:, None] == tl.load(ids + pairs, mask=pairs < num_pairs, other=-1)[None, :]
     is_first = (tl.sum((same & (pairs[None, :] < pairs[:, None])).to(tl.int32), 1) == 0) & (pairs < num_pairs)
     rank = tl.cumsum(is_first.to(tl.int32), 0) - 1
+    if EARLY and KNOWN:
+        tl.extra.cuda.gdc_wait()
     place = tl.arange(0, BLOCK_M)[:, None]  # of eight: the rows of x
     for number in range(tl.program_id(1), tl.sum(is_first.to(tl.int32), 0), tl.num_programs(1)):
         expert = tl.sum(tl.where(is_first & (rank == number), id, 0), 0)
@@ -55,8 +62,6 @@ def _chosen(
             KIND, PART, GROUP, EVEN, POWERS, HAS_SCALE, HAS_OFFSET, GATE, TWO, HAS_BIAS, NORM, IEEE, FAST, SLICES,
             BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -122,12 +127,35 @@ def experts(
     ids, shares = ids.contiguous(), shares.contiguous()
     assert not isinstance(weights.up, PackedStack)
     assert not isinstance(weights.down, PackedStack), "that is for CPUs"
+    gate = gates.gate_of(activation)
+    is_known = gate[0] != gates.NONE  # nothing but the way up lies between the way down and the choice
     if isinstance(weights.up, Tensor) and lone_experts.is_for(ids, weights.up):
         inner = lone_experts.up(x, ids, weights.up, weights.up_bias, activation)
+    elif isinstance(weights.up, Tensor) and (module := _streamed(x, ids, weights.up, gate[0])) is not None:
+        inner = module.up(x, ids, weights.up, weights.up_bias, gate)
+        inner = inner if is_known else activation(inner)
     else:
         inner = up(x, ids, operand(weights.up), weights.up_bias, activation)
-    last = lone_experts.down if len(ids) <= MAX_APART else down
-    return last(inner, ids, shares, operand(weights.down), weights.down_bias, residual)
+    given = (inner, ids, shares)
+    if len(ids) > 1 and isinstance(weights.down, Tensor):
+        module = _streamed(inner, ids, weights.down, gates.NONE)
+        if module is not None:
+            return module.down(*given, weights.down, weights.down_bias, residual, is_known=is_known)
+    weight = operand(weights.down)
+    is_apart = len(ids) <= MAX_APART and _held(inner, ids, weight) is None
+    return (lone_experts.down if is_apart else down)(*given, weight, weights.down_bias, residual, is_known=is_known)
+
+
+def _streamed(x: Tensor | Normed, ids: Tensor, weight: Tensor, gate: int) -> Any:
+    """The module that reads some experts after the other, where it takes such weights."""
+    module = on_hopper("streamed_experts", weight.device) if isinstance(x, Tensor) else None
+    return module if module is not None and module.fits(x, ids, weight, gate) else None
+
+
+def _held(x: Tensor, ids: Tensor, weight: Operand) -> Any:
+    """The module that keeps weights in registers, where it takes such weights."""
+    module = on_hopper("held_experts", x.device)
+    return module if module is not None and module.fits(x, ids, weight) else None
 
 
 def up(
@@ -137,13 +165,20 @@ def up(
     bias: Tensor | None,
     activation: Activation,
     tile: Tile | None = None,
+    *,
+    held: Any = None,
 ) -> Tensor:
-    """x [T, H], ids [T, k] -> [T * k, I]: what each pair's expert makes of its row."""
+    """x [T, H], ids [T, k] -> [T * k, I]: what each pair's expert makes of its row. `held`: a tile of held_experts."""
     gate, alpha, limit = gates.gate_of(activation)
     norm = x if isinstance(x, Normed) and weight.order is None else None
     rows = norm.x if norm is not None else weight.ordered(materialised(x))
     two = gates.has_two(gate)
     out = rows.new_empty(ids.numel(), weight.num_rows // 2 if two else weight.num_rows)
+    module = _held(rows, ids, weight) if norm is None and tile is None else None
+    if module is not None:
+        settings = (gate, alpha, limit)
+        module.answers(rows, ids, weight, bias, settings, out, is_up=True, is_known=False, tile=held)
+        return activation(out) if gate == gates.NONE else out
     tile = tile or (SEVERAL if len(ids) > 1 or weight.powers else Tile(16, 4, 3 if two else 4))
     _launch(rows, ids, weight, bias, norm, out, tile, per_row=ids.shape[1], gate=(gate, alpha, limit))
     return activation(out) if gate == gates.NONE else out
@@ -157,13 +192,21 @@ def down(
     bias: Tensor | None,
     residual: Tensor | None,
     tile: Tile | None = None,
+    *,
+    is_known: bool = False,
+    held: Any = None,
 ) -> Tensor:
-    """x [T * k, I], ids and shares [T, k] -> [T, N]: the weighed sum of each row's experts, plus the residual."""
+    """x [T * k, I], ids and shares [T, k] -> [T, N]: the weighed sum of each row's experts, plus the residual.
+    `is_known`: ids were made two launches before this one, or more."""
     num_rows, num_chosen = ids.shape
     x = weight.ordered(x)
     answers = torch.empty(num_rows * num_chosen, weight.num_rows, dtype=torch.float32, device=x.device)
-    tile = tile or SEVERAL_DOWN.get(weight.kind, SEVERAL)
-    _launch(x, ids, weight, bias, None, answers, tile, per_row=1, gate=(gates.NONE, 1.0, 0.0))
+    module, gate = _held(x, ids, weight) if tile is None else None, (gates.NONE, 1.0, 0.0)
+    if module is not None:
+        module.answers(x, ids, weight, bias, gate, answers, is_up=False, is_known=is_known, tile=held)
+    else:
+        tile = tile or SEVERAL_DOWN.get(weight.kind, SEVERAL)
+        _launch(x, ids, weight, bias, None, answers, tile, per_row=1, gate=gate, is_known=is_known)
     out, early = x.new_empty(num_rows, weight.num_rows), launch.early(x)
     _sum_up[(num_rows, triton.cdiv(weight.num_rows, SUM_BLOCK))](
         answers, shares, out if residual is None else residual, out, weight.num_rows,
@@ -184,6 +227,7 @@ def _launch(
     *,
     per_row: int,
     gate: tuple[int, float, float],
+    is_known: bool = False,
 ) -> None:
     early, nothing = launch.early(x), out if weight.scale is None else weight.scale
     num_pairs, num_columns = out.shape
@@ -197,6 +241,7 @@ def _launch(
         HAS_SCALE=weight.scale is not None, HAS_OFFSET=weight.offset is not None, GATE=gate[0],
         TWO=gates.has_two(gate[0]), HAS_BIAS=bias is not None, NORM=norm is not None, IEEE=x.dtype == torch.float32,
         FAST=x.is_cuda and x.dtype == torch.bfloat16, SLICES=tile.slices, BLOCK_M=MAX_ROWS, BLOCK_N=tile.block_n,
-        BLOCK_P=triton.next_power_of_2(num_pairs), STAGES=tile.stages, EARLY=early, num_warps=tile.slices,
+        BLOCK_P=triton.next_power_of_2(num_pairs), STAGES=tile.stages, KNOWN=is_known,
+        EARLY=early, num_warps=tile.slices,
         num_stages=tile.stages, **launch.options(early),
     )  # fmt: skip

@@ -40,7 +40,7 @@ class Tile:
 
 
 @gluon.jit
-def _asked(
+def asked_for(
     asked, at, scale_at, offset_at, run, scale_run, num_runs, up, width, scale_stride, num_columns,
     TILES: gl.constexpr, TWO: gl.constexpr, EVEN: gl.constexpr, HAS_OFFSET: gl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def _asked(
 
 
 @gluon.jit
-def _paired(even, odd, LAYOUT: gl.constexpr):
+def paired(even, odd, LAYOUT: gl.constexpr):
     """[W, N, K] twice -> [W, N, 2 K], by turns."""
     shape: gl.constexpr = (even.shape[0], even.shape[1], 2 * even.shape[2])
     return gl.convert_layout(gl.reshape(gl.join(even, odd), shape), LAYOUT, assert_trivial=True)
@@ -79,7 +79,7 @@ def _plus(total, asked, inputs, first, second, RAISE: gl.constexpr, HAS_OFFSET: 
     LEFT: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, 8)
     FEW: gl.constexpr = total.shape[2] == 8
     ASM: gl.constexpr = RAISED_ASM if FEW else (INT4_ASM if RAISE == 17.0 else UINT4_ASM)
-    bits = _paired(words.to(gl.int16), (words >> 16).to(gl.int16), LEFT)
+    bits = paired(words.to(gl.int16), (words >> 16).to(gl.int16), LEFT)
     w0, w1, w2, w3 = gl.inline_asm_elementwise(
         ASM, "=r,=r,=r,=r,r", [bits], (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), True, 2
     )
@@ -172,7 +172,7 @@ def _held(
     up = gl.cast(num_columns, gl.int64) * width
     waiting, totals = (), ()
     for stage in gl.static_range(STAGES):
-        waiting = _asked(
+        waiting = asked_for(
             waiting, at, scale_at, offset_at, run + stage * WARPS, scale_run + stage * WARPS, num_runs, up, width,
             scale_stride, num_columns, TILES, TWO, EVEN, HAS_OFFSET,
         )  # fmt: skip
@@ -203,7 +203,7 @@ def _held(
                 HAS_OFFSET,
             )
             ahead = turn + stage * WARPS + STEP
-            waiting = _asked(
+            waiting = asked_for(
                 waiting[TILES:], at, scale_at, offset_at, run + ahead, scale_run + ahead, num_runs, up, width,
                 scale_stride, num_columns, TILES, TWO, EVEN, HAS_OFFSET,
             )  # fmt: skip

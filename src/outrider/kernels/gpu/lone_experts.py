@@ -91,11 +91,11 @@ def _down(
     KIND: tl.constexpr, PART: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, POWERS: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IEEE: tl.constexpr, FAST: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, KNOWN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a row: the sum of its experts' answers, one expert to SPLIT slices. There may be more rows, each
-    of which reads its own."""
-    if EARLY:
+    of which reads its own. KNOWN: as in few_experts.py."""
+    if EARLY and not KNOWN:
         tl.extra.cuda.gdc_wait()
     SLICES: tl.constexpr = EXPERTS * SPLIT
     place = tl.program_id(0)  # next to each other: rows that chose the same expert read it at the same time
@@ -110,6 +110,8 @@ def _down(
     near = tl.minimum(column, num_columns - 1)
     first_row = expert.to(tl.int64) * num_columns
     rows = first_row[:, None] + near[None, :]
+    if EARLY and KNOWN:
+        tl.extra.cuda.gdc_wait()
     data_at = data + rows[:, :, None] * width + run[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
     lane = tl.arange(0, BLOCK_M)
     x_at = x + pair.to(tl.int64)[:, None, None] * inner + (lane * 0)[None, None, :]
@@ -161,9 +163,17 @@ def up(x: Tensor | Normed, ids: Tensor, weight: Tensor, bias: Tensor | None, act
 
 
 def down(
-    x: Tensor, ids: Tensor, shares: Tensor, weight: Operand, bias: Tensor | None, residual: Tensor | None
+    x: Tensor,
+    ids: Tensor,
+    shares: Tensor,
+    weight: Operand,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    is_known: bool = False,
 ) -> Tensor:
-    """x [T * k, I], ids and shares [T, k] -> [T, N]: the weighed sum of each row's experts, plus the residual."""
+    """x [T * k, I], ids and shares [T, k] -> [T, N]: the weighed sum of each row's experts, plus the residual.
+    `is_known`: ids and shares were made two launches before this one, or more."""
     num_rows, num_chosen = ids.shape
     x = weight.ordered(x)
     out, early = x.new_empty(num_rows, weight.num_rows), launch.early(x)
@@ -184,6 +194,7 @@ def down(
         POWERS=weight.powers, HAS_SCALE=weight.scale is not None, HAS_OFFSET=weight.offset is not None,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, IEEE=x.dtype == torch.float32,
         FAST=x.is_cuda and x.dtype == torch.bfloat16, EXPERTS=experts, SPLIT=split, BLOCK_M=LANES, BLOCK_N=block_n,
-        STAGES=stages, EARLY=early, num_warps=4, num_stages=stages, **launch.options(early),
+        STAGES=stages, KNOWN=is_known, EARLY=early, num_warps=4,
+        num_stages=stages, **launch.options(early),
     )  # fmt: skip
     return out

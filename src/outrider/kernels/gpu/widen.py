@@ -62,14 +62,15 @@ def _shifted(name: str, source: str, by: int) -> str:
     return f"shl.b32 {name}, {source}, {by};" if by >= 0 else f"shr.b32 {name}, {source}, {-by};"
 
 
-def _fp4() -> tl.constexpr:
-    """Words that were spread(): a sign at the top, exponent and mantissa at the end of the exponent; times 2^126."""
-    lines = ["mov.b32 v, 0x7e807e80;"]
+def _fp4(*, small: bool) -> tl.constexpr:
+    """Words that were spread(): a sign at the top, exponent and mantissa at the end of the exponent; times 2^126, or
+    `small`, as they are then."""
+    lines = [] if small else ["mov.b32 v, 0x7e807e80;"]
     for part in range(3):
-        lines += [f"shl.b32 t, $4, {3 * part};", "and.b32 t, t, 0x81c081c0;", f"mul.rn.bf16x2 ${part}, t, v;"]
+        lines += [f"shl.b32 t, $4, {3 * part};", f"and.b32 ${part}, t, 0x81c081c0;"]
     lines += ["shl.b32 t, $4, 1;", "and.b32 t, t, 0x80008000;", "shr.b32 u, $4, 5;"]
-    lines += ["lop3.b32 t, u, 0x01000100, t, 0xea;", "shr.b32 u, $4, 4;", "lop3.b32 t, u, 0x00c000c0, t, 0xea;"]
-    return _asm(*lines, "mul.rn.bf16x2 $3, t, v;")
+    lines += ["lop3.b32 t, u, 0x01000100, t, 0xea;", "shr.b32 u, $4, 4;", "lop3.b32 $3, u, 0x00c000c0, t, 0xea;"]
+    return _asm(*lines, *([] if small else [f"mul.rn.bf16x2 ${part}, ${part}, v;" for part in range(4)]))
 
 
 def _fp8() -> tl.constexpr:
@@ -83,7 +84,9 @@ def _fp8() -> tl.constexpr:
 
 RAISED_ASM = _eighths("0x41804180", None)
 INT4_ASM, UINT4_ASM = _eighths("0xbf80bf80", "0xc188c188"), _eighths("0", "0xc180c180")
-FP4_ASM, FP8_ASM = _fp4(), _fp8()
+FP4_ASM, FP8_ASM = _fp4(small=False), _fp8()
+# numbers that nobody multiplied by 2^126, for products with inputs that somebody has multiplied by 2^96
+FP4_SMALL_ASM, LARGER_ASM = _fp4(small=True), _asm("mov.b32 v, 0x6f806f80;", "mul.rn.bf16x2 $0, $1, v;")
 
 
 @triton.jit

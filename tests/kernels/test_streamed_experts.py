@@ -1,0 +1,105 @@
+"""Experts in 16 bits that few programs read one after the other, in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_held_experts import experts_of
+from test_triton import CUDA
+from test_triton_few_bits_experts import DEVICE
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere")
+
+from gluon_words import Kernel
+
+from outrider.kernels.activation import Activation, ClampedSwish, relu2, silu_mul
+from outrider.kernels.gpu import dense_held, few_experts, gates, streamed_experts
+from outrider.kernels.gpu.streamed_experts import Tile
+from outrider.kernels.moe import ExpertWeights, experts_reference
+
+HALF = torch.bfloat16 if CUDA else torch.float16  # numpy knows no bfloat16
+
+
+@pytest.fixture(autouse=True)
+def anywhere() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if not CUDA:
+            for name in ("_up", "_down"):
+                patch.setattr(streamed_experts, name, Kernel(name, gates, dense_held, streamed_experts))
+            patch.setattr(streamed_experts, "PROCESSORS", 3)
+        patch.setattr(few_experts, "on_hopper", lambda name, device: {"streamed_experts": streamed_experts}[name])
+        yield
+
+
+def compare(
+    ids: torch.Tensor, hidden: int, inner: int, tiles: tuple[Tile | None, Tile | None] = (None, None), *,
+    experts: int = 6, has_bias: bool = True, activation: Activation = silu_mul, has_residual: bool = True,
+) -> None:  # fmt: skip
+    rows, chosen = ids.shape
+    number, _, _ = gate = gates.gate_of(activation)
+    width = 2 * inner if gates.has_two(number) else inner
+    up, down = (
+        (torch.randn(experts, *size, device=DEVICE) * size[1] ** -0.5).to(HALF)
+        for size in ((width, hidden), (hidden, inner))
+    )
+    x, residual = (torch.randn(rows, hidden, device=DEVICE).to(HALF) for _ in range(2))
+    shares = torch.rand(rows, chosen, device=DEVICE)
+    biases = [torch.randn(experts, size, device=DEVICE).to(HALF) for size in (width, hidden)]
+    up_bias, down_bias = biases if has_bias else (None, None)
+    dense = ExpertWeights(up.float(), down.float(), *((bias.float() for bias in biases) if has_bias else ()))
+    wanted = experts_reference(x.float(), ids.long(), shares, dense, activation)
+    wanted = wanted + residual.float() if has_residual else wanted
+    more = residual if has_residual else None
+    if tiles == (None, None):
+        found = few_experts.experts(x, ids, shares, ExpertWeights(up, down, up_bias, down_bias), activation, more)
+    else:
+        middle = streamed_experts.up(x, ids, up, up_bias, gate, tiles[0])
+        found = streamed_experts.down(middle, ids, shares, down, down_bias, more, tiles[1])
+    error = (found.float() - wanted).abs().max() / wanted.abs().max()
+    assert error < (2e-2 if CUDA else 3e-3), error
+
+
+@pytest.mark.parametrize("tiles", [(Tile(4, 32, 2), Tile(4, 64, 3)), (Tile(2, 64, 5, 2), Tile(4, 32, 8)), (None, None)])
+@pytest.mark.parametrize("rows", [2, 6, 8])
+def test_experts(rows: int, tiles: tuple[Tile | None, Tile | None]) -> None:
+    compare(experts_of(rows, 6, 3, 5), 256, 160, tiles)
+    compare(experts_of(rows, 6, 2, 2), 96, 512, tiles, has_bias=False, has_residual=False)
+    compare(experts_of(rows, 6, 1, 1), 48, 32, tiles)
+
+
+@pytest.mark.parametrize("activation", [ClampedSwish(1.7, 1.0), relu2])
+def test_many_experts_and_other_activations(activation: Activation) -> None:
+    tiles = (Tile(4, 32, 3), Tile(4, 32, 4))
+    compare(experts_of(8, 40, 5, 40), 128, 64, tiles, experts=40, activation=activation)
+
+
+def test_one_row() -> None:
+    compare(experts_of(1, 6, 3, 6), 128, 64, (Tile(4, 32, 3), Tile(4, 32, 4)))
+
+
+def test_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    for name in ("up", "down"):
+        made = getattr(streamed_experts, name)
+        monkeypatch.setattr(
+            streamed_experts, name, lambda *a, made=made, name=name, **b: called.append(name) or made(*a, **b)
+        )
+    compare(experts_of(4, 6, 2, 6), 64, 32)
+    assert called == ["up", "down"]
+
+
+def test_what_does_not_fit() -> None:
+    ids = experts_of(8, 6, 2, 6)
+    weight = torch.zeros(6, 64, 64, dtype=HALF, device=DEVICE)
+    x = torch.zeros(8, 64, dtype=HALF, device=DEVICE)
+    assert streamed_experts.fits(x, ids, weight, gates.SILU)
+    assert not streamed_experts.fits(x, ids, weight[:, :48], gates.SILU)
+    assert not streamed_experts.fits(x, ids, weight.mT, gates.SILU)
+    assert not streamed_experts.fits(x.float(), ids, weight, gates.SILU)
+    assert not streamed_experts.fits(x.float(), ids, weight.float(), gates.SILU)
+    assert not streamed_experts.fits(x[:, :60], ids, weight[:, :, :60].contiguous(), gates.SILU)
+    assert not streamed_experts.fits(x.repeat(2, 1), ids.repeat(2, 1), weight, gates.SILU)
+    wide = torch.zeros(1, 16, 16384, dtype=HALF, device=DEVICE)
+    assert not streamed_experts.fits(torch.zeros(8, 16384, dtype=HALF, device=DEVICE), ids, wide, gates.NONE)
