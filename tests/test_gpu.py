@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantised_models import mxfp4_model
 from samples import METHODS, drafter_settings, sample_target, suits
 from tiny import FAMILIES
 
@@ -62,23 +63,21 @@ def distance(rows: list[dict[int, float]], wanted: list[dict[int, float]]) -> fl
     return float((torch.tensor(pairs).diff(dim=1) ** 2).mean() ** 0.5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_large_matrices_of_few_rows(
-    family: str, target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Matrices that are large enough for kernels of single rows, and of up to eight: what they say is as far from
-    what float32 says as what exact mode does, which takes neither. Everybody says the same token, so that drafts stand,
-    and log-probabilities can be compared."""
+def rows_multiplied(
+    path: Path, module_name: str, name: str, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]] = PROMPTS
+) -> set[int] | None:
+    """How many rows at a time a kernel for few rows is given, which strays as far from what float32 says as what exact
+    mode does, which does not take it; None: this device has no such kernel. Everybody says the same token, so that
+    drafts stand, and log-probabilities can be compared."""
     used = set()
-    if module := on_hopper("dense_held", torch.device("cuda")):
+    if module := on_hopper(module_name, torch.device("cuda")):
+        original = getattr(module, name)
 
-        def spy(x: torch.Tensor, *args: Any, linear: Any = module.linear, **options: Any) -> torch.Tensor:
+        def spy(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
             used.add(len(x))
-            return linear(x, *args, **options)
+            return original(x, *args, **options)
 
-        monkeypatch.setattr(module, "linear", spy)
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
-    path = target_path(family, hidden_size=2560, intermediate_size=10240, **heads)
+        monkeypatch.setattr(module, name, spy)
     params = replace(PARAMS, allowed_token_ids=[7], logprobs=5)
     ngram = {"method": "ngram", "num_speculative_tokens": 5, "force": True}
     found = []
@@ -86,7 +85,7 @@ def test_large_matrices_of_few_rows(
         (None, True, "float32"), (None, True, "bfloat16"), (None, False, "bfloat16"), (ngram, False, "bfloat16"),
     ):  # fmt: skip
         with LLM(path, config, device="cuda", dtype=dtype, max_model_len=128, max_num_seqs=1, exact=exact) as llm:
-            outputs = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
+            outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
             rows = [row for output in outputs for row in output.logprobs or []]
             found.append([{id: each.logprob for id, each in row.items()} for row in rows])
         assert exact == (not used) or module is None
@@ -94,4 +93,27 @@ def test_large_matrices_of_few_rows(
     wanted, exact_error, *errors = found[0], *(distance(rows, found[0]) for rows in found[1:])
     assert max(errors) < 1.5 * exact_error
     assert exact_error < 0.2 * max(abs(value) for row in wanted for value in row.values())
-    assert module is None or (1 in used and max(used) == 6)
+    return used if module else None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_large_matrices_of_few_rows(
+    family: str, target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
+    path = target_path(family, hidden_size=2560, intermediate_size=10240, **heads)
+    used = rows_multiplied(path, "dense_held", "linear", monkeypatch)
+    assert used is None or (1 in used and max(used) == 6)
+
+
+def test_experts_of_few_rows(target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 192, "num_experts": 16, "num_experts_per_tok": 4}
+    used = rows_multiplied(target_path("qwen3_moe", **sizes), "streamed_experts", "up", monkeypatch)
+    assert used is None or max(used) == 6
+
+
+def test_mxfp4_of_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _, _ = mxfp4_model(tmp_path)
+    prompts = [[5, 6, 7, 8, 9] * 3, [40, 41], list(range(30, 60))]
+    used = rows_multiplied(path, "held_experts", "answers", monkeypatch, prompts)
+    assert used is None or 1 in used

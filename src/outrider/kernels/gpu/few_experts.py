@@ -22,7 +22,7 @@ from outrider.kernels.quantised import Kind
 
 MAX_ROWS = 8  # that a tensor core takes at once
 MAX_CHOSEN = 16
-MAX_APART = 3  # rows of which each reads its own experts on the way down: that is not worth a launch more
+MAX_APART = 3  # rows of which each reads its own experts on the way down, or all in registers: more are no faster so
 SUM_BLOCK = 512  # columns that a program adds up
 
 
@@ -152,10 +152,11 @@ def _streamed(x: Tensor | Normed, ids: Tensor, weight: Tensor, gate: int) -> Any
     return module if module is not None and module.fits(x, ids, weight, gate) else None
 
 
-def _held(x: Tensor, ids: Tensor, weight: Operand) -> Any:
+def _held(x: Tensor, ids: Tensor, weight: Operand, most_rows: int = MAX_APART) -> Any:
     """The module that keeps weights in registers, where it takes such weights."""
-    module = on_hopper("held_experts", x.device)
-    return module if module is not None and module.fits(x, ids, weight) else None
+    module = on_hopper("held_experts", x.device) if len(ids) <= most_rows else None
+    kind_fits = x.dtype == torch.bfloat16 or not x.is_cuda
+    return module if module is not None and kind_fits and module.fits(x, ids, weight) else None
 
 
 def up(
@@ -174,7 +175,8 @@ def up(
     rows = norm.x if norm is not None else weight.ordered(materialised(x))
     two = gates.has_two(gate)
     out = rows.new_empty(ids.numel(), weight.num_rows // 2 if two else weight.num_rows)
-    module = _held(rows, ids, weight) if norm is None and tile is None else None
+    most = MAX_APART if held is None else MAX_ROWS
+    module = _held(rows, ids, weight, most) if norm is None and tile is None else None
     if module is not None:
         settings = (gate, alpha, limit)
         module.answers(rows, ids, weight, bias, settings, out, is_up=True, is_known=False, tile=held)
@@ -201,7 +203,8 @@ def down(
     num_rows, num_chosen = ids.shape
     x = weight.ordered(x)
     answers = torch.empty(num_rows * num_chosen, weight.num_rows, dtype=torch.float32, device=x.device)
-    module, gate = _held(x, ids, weight) if tile is None else None, (gates.NONE, 1.0, 0.0)
+    most, gate = MAX_APART if held is None else MAX_ROWS, (gates.NONE, 1.0, 0.0)
+    module = _held(x, ids, weight, most) if tile is None else None
     if module is not None:
         module.answers(x, ids, weight, bias, gate, answers, is_up=False, is_known=is_known, tile=held)
     else:
