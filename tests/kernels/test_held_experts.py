@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -100,3 +103,49 @@ def test_what_does_not_fit() -> None:
     x, ids = torch.zeros(4, 66, dtype=DTYPE, device=DEVICE), experts_of(4, 2, 2, 2)
     assert not held_experts.fits(x[:, :64], ids, weight)
     assert not held_experts.fits(x[:, 1:65], ids, weight)
+
+
+COMPILED = """
+import re
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from outrider.kernels.gpu import held_experts
+
+for text in sys.argv[1:]:
+    up, tiles, warps, stages, even, chosen = map(int, text.split(","))
+    constants = dict(
+        CHOSEN=chosen, PLACES=32, IS_UP=bool(up), EVEN=bool(even), GATE=3 * up, TWO=bool(up), HAS_BIAS=True,
+        TILES=tiles, WARPS=warps, STAGES=stages, KNOWN=not up, EARLY=True,
+    )
+    types = dict.fromkeys(("x", "bias"), "*bf16") | dict.fromkeys(("data", "scale", "ids"), "*i32")
+    types |= {"out": "*bf16" if up else "*fp32", "alpha": "fp32", "limit": "fp32"}
+    kernel = held_experts._held
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    odd = (*constants, "num_pairs", "num_runs", "alpha", "limit")
+    whole = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name not in odd}
+    made = compile(
+        GluonASTSource(kernel, signature, values, whole), target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps, "launch_pdl": True},
+    )
+    code = made.asm["ptx"]
+    before = code.partition("griddepcontrol.wait")[0]
+    asked = len(re.findall(r"\\n\\s+ld.global.v4", before))  # by all lanes, which inputs are not
+    assert asked == (0 if up else 2 * tiles * stages), "weights that wait for the way up, or before anybody chose"
+    assert code.count("mma.sync") == 16 * tiles * stages, "not eight products of a run, in the loop and behind it"
+    assert "ldmatrix" not in code
+    print(text)
+"""
+
+
+def test_held_experts_compile_for_hopper() -> None:
+    forms = ["1,4,4,1,0,4", "1,2,4,2,1,4", "0,2,4,1,0,4", "0,4,4,1,0,2"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-c", COMPILED, *forms], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.split() == forms

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -80,12 +84,14 @@ def test_one_row() -> None:
 
 
 def test_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
+    called: list[str] = []
     for name in ("up", "down"):
-        made = getattr(streamed_experts, name)
-        monkeypatch.setattr(
-            streamed_experts, name, lambda *a, made=made, name=name, **b: called.append(name) or made(*a, **b)
-        )
+
+        def spy(*args: Any, original: Any = getattr(streamed_experts, name), name: str = name, **options: Any) -> Any:  # noqa: B008
+            called.append(name)
+            return original(*args, **options)
+
+        monkeypatch.setattr(streamed_experts, name, spy)
     compare(experts_of(4, 6, 2, 6), 64, 32)
     assert called == ["up", "down"]
 
@@ -103,3 +109,48 @@ def test_what_does_not_fit() -> None:
     assert not streamed_experts.fits(x.repeat(2, 1), ids.repeat(2, 1), weight, gates.SILU)
     wide = torch.zeros(1, 16, 16384, dtype=HALF, device=DEVICE)
     assert not streamed_experts.fits(torch.zeros(8, 16384, dtype=HALF, device=DEVICE), ids, wide, gates.NONE)
+
+
+COMPILED = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from outrider.kernels.gpu import streamed_experts
+
+for text in sys.argv[1:]:
+    up, warps, span, stages, inner = map(int, text.split(","))
+    kernel = streamed_experts._up if up else streamed_experts._down
+    constants = dict(
+        INNER=inner, CHOSEN=8, PAIRS=64, HAS_BIAS=inner < 1024, WARPS=warps, SPAN=span, STAGES=stages, EARLY=True,
+    )
+    constants |= dict(GATE=1, TWO=True) if up else dict(HAS_RESIDUAL=True, KNOWN=True)
+    types = dict.fromkeys(("x", "weight", "bias", "residual", "out"), "*bf16")
+    types |= {"ids": "*i32", "shares": "*fp32", "alpha": "fp32", "limit": "fp32"}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    odd = (*constants, "num_pairs", "alpha", "limit")
+    whole = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name not in odd}
+    made = compile(
+        GluonASTSource(kernel, signature, values, whole), target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps, "launch_pdl": True},
+    )
+    code = made.asm["ptx"]
+    before, _, after = code.partition("griddepcontrol.wait")
+    assert ("cp.async" in before) == (not up), "weights that wait for the way up, or that nobody has chosen yet"
+    steps = -(-inner // (warps * span))
+    assert after.count("mma.sync") == steps * span // 16
+    assert made.metadata.shared <= 227 * 2**10
+    print(text)
+"""
+
+
+def test_streamed_experts_compile_for_hopper() -> None:
+    forms = ["1,4,128,6,2048", "1,4,64,6,1000", "0,4,64,8,768", "0,4,64,8,1408"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-c", COMPILED, *forms], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.split() == forms

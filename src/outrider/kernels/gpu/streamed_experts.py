@@ -72,6 +72,19 @@ def _shares_of(shares, ids, expert, row, num_rows, kind: gl.constexpr, CHOSEN: g
     return gl.load(shares + gl.maximum(pair, 0), mask=pair >= 0, other=0.0).to(kind).to(gl.float32)
 
 
+@gluon.jit
+def _ask(to, at, exists, across, INNER: gl.constexpr, SHIFT: gl.constexpr):
+    """For a step's numbers, from SHIFT on; where there are none they are nought."""
+    async_load(to, at + SHIFT, mask=exists & (across + SHIFT < INNER))
+
+
+@gluon.jit
+def _ask_rows(to, x, row, x_stride, across, INNER: gl.constexpr, SHIFT: gl.constexpr):
+    """For a step's numbers of rows of x; of row -1 they are nought."""
+    at = x + gl.maximum(row, 0).to(gl.int64)[None, :, None] * x_stride + across
+    _ask(to, at, (row >= 0)[None, :, None], across, INNER, SHIFT)
+
+
 @gluon.jit(do_not_specialize=["num_pairs"])  # compiled once for any number
 def _up(
     x, weight, bias, ids, out, num_pairs, num_columns, x_stride, alpha, limit,
@@ -98,7 +111,7 @@ def _up(
     x_row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY)))
     across = part[:, None, None] * SPAN + place[None, None, :]
     line = line // WIDTH * num_columns + line % WIDTH
-    weight_at = weight + line[None, :, None] * INNER + across
+    weight_at, exists = weight + line[None, :, None] * INNER + across, (line >= 0)[None, :, None]
     weights = gl.allocate_shared_memory(kind, [STAGES, WARPS, HEIGHT, SPAN], SHARED)
     inputs = gl.allocate_shared_memory(kind, [STEPS, WARPS, 8, SPAN], SHARED)
     row = gl.arange(0, 8, layout=gl.SliceLayout(0, LAST))
@@ -107,14 +120,12 @@ def _up(
     height = num_columns * (2 if TWO else 1)
     if EARLY:
         cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
     id, rank = _ranked(ids, num_pairs, PAIRS, WARPS)
     num_items = (gl.max(rank, 0) + 1) * num_tiles
     item, many = gl.program_id(0), gl.num_programs(0)
-    x_at = x + x_row.to(gl.int64)[None, :, None] * x_stride + across
+    x_row = gl.where(x_row < num_rows, x_row, -1)
     for step in gl.static_range(STEPS):
-        x_fits = (x_row < num_rows)[None, :, None] & (across + step * STEP < INNER)
-        async_load(inputs.index(step), x_at + step * STEP, mask=x_fits)
+        _ask_rows(inputs.index(step), x, x_row, x_stride, across, INNER, step * STEP)
     commit_group()
     starts, experts, pairs = (), (), ()  # of this item, and of those behind it
     for number in gl.static_range(BEFORE + 1):
@@ -125,9 +136,8 @@ def _up(
         pairs = pairs + (_pair_of(ids, expert, row, num_rows, CHOSEN),)  # type: ignore[assignment] # noqa: RUF005
     for stage in gl.static_range(STAGES - 1):
         if item + stage // STEPS * many < num_items:
-            shift: gl.constexpr = stage % STEPS * STEP
-            fits = (across + shift < INNER) & (line >= 0)[None, :, None]
-            async_load(weights.index(stage), weight_at + (starts[stage // STEPS] + shift), mask=fits)
+            at = weight_at + starts[stage // STEPS]
+            _ask(weights.index(stage), at, exists, across, INNER, stage % STEPS * STEP)
         commit_group()
     here = 0
     while item < num_items:
@@ -139,9 +149,8 @@ def _up(
             free = here + STAGES - 1
             free = free - STAGES if free >= STAGES else free
             if item + (step + STAGES - 1) // STEPS * many < num_items:
-                shift: gl.constexpr = (step + STAGES - 1) % STEPS * STEP
-                fits = (across + shift < INNER) & (line >= 0)[None, :, None]
-                async_load(weights.index(free), weight_at + (starts[(step + STAGES - 1) // STEPS] + shift), mask=fits)
+                at = weight_at + starts[(step + STAGES - 1) // STEPS]
+                _ask(weights.index(free), at, exists, across, INNER, (step + STAGES - 1) % STEPS * STEP)
             commit_group()
             here = here + 1 if here + 1 < STAGES else 0
         sums = gl.sum(total, 0)
@@ -151,19 +160,21 @@ def _up(
         else:
             first = gl.convert_layout(sums, LAST)
             second = first
-        expert, pair, at = experts[0], pairs[0], item % num_tiles * WIDTH + column
+        expert, pair, own = experts[0], pairs[0], item % num_tiles * WIDTH + column  # type: ignore[misc]
         if HAS_BIAS:
-            first += gl.load(bias + expert * height + at).to(gl.float32)[:, None]
+            first += gl.load(bias + expert * height + own).to(gl.float32)[:, None]
             if TWO:
-                second += gl.load(bias + expert * height + num_columns + at).to(gl.float32)[:, None]
+                second += gl.load(bias + expert * height + num_columns + own).to(gl.float32)[:, None]
         result = activated(first, second, alpha, limit, GATE, kind).to(kind)
-        gl.store(out + pair.to(gl.int64)[None, :] * num_columns + at[:, None], result, mask=(pair >= 0)[None, :])
+        gl.store(out + pair.to(gl.int64)[None, :] * num_columns + own[:, None], result, mask=(pair >= 0)[None, :])
         item += many
         ahead = item + BEFORE * many
         expert = _expert(id, rank, ahead // num_tiles)
         starts = starts[1:] + ((expert * height + ahead % num_tiles * WIDTH) * INNER,)  # type: ignore[assignment] # noqa: RUF005
         experts = experts[1:] + (expert,)  # type: ignore[assignment] # noqa: RUF005
         pairs = pairs[1:] + (_pair_of(ids, expert, row, num_rows, CHOSEN),)  # type: ignore[assignment] # noqa: RUF005
+    if EARLY:  # behind all that is read: the next launch's first weights would take their part of the bandwidth
+        cuda.gdc_launch_dependents()
 
 
 @gluon.jit(do_not_specialize=["num_pairs"])
@@ -190,7 +201,7 @@ def _down(
     line = gl.arange(0, HEIGHT, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY))) + begin
     x_row = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, COPY)))
     across = part[:, None, None] * SPAN + place[None, None, :]
-    weight_at = weight + line[None, :, None] * INNER + across
+    weight_at, exists = weight + line[None, :, None] * INNER + across, (line >= 0)[None, :, None]
     weights = gl.allocate_shared_memory(kind, [STAGES, WARPS, HEIGHT, SPAN], SHARED)
     inputs = gl.allocate_shared_memory(kind, [STAGES, WARPS, 8, SPAN], SHARED)
     lane = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))
@@ -198,10 +209,8 @@ def _down(
     column = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, gl.SliceLayout(0, SUMS))) + begin
     num_rows = num_pairs // CHOSEN
     size = gl.cast(num_columns, gl.int64) * INNER
-    if EARLY:
-        if not KNOWN:
-            cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    if EARLY and not KNOWN:
+        cuda.gdc_wait()
     id, rank = _ranked(ids, num_pairs, PAIRS, WARPS)
     count = gl.max(rank, 0) + 1
     experts, pairs, parts = (), (), ()  # of this expert, and of those behind it
@@ -212,28 +221,25 @@ def _down(
         parts = parts + (_shares_of(shares, ids, expert, lane, num_rows, kind, CHOSEN),)  # type: ignore[assignment] # noqa: RUF005
     for stage in gl.static_range(STAGES - 1):
         if stage // STEPS < count:
-            shift: gl.constexpr = stage % STEPS * STEP
-            fits = (across + shift < INNER) & (line >= 0)[None, :, None]
-            async_load(weights.index(stage), weight_at + (experts[stage // STEPS] * size + shift), mask=fits)
+            at = weight_at + experts[stage // STEPS] * size
+            _ask(weights.index(stage), at, exists, across, INNER, stage % STEPS * STEP)
     if EARLY and KNOWN:
         cuda.gdc_wait()
     for stage in gl.static_range(STAGES - 1):
         if stage // STEPS < count:
-            shift: gl.constexpr = stage % STEPS * STEP
-            pair = pairs[stage // STEPS]
-            fits = (across + shift < INNER) & (pair >= 0)[None, :, None]
-            x_at = x + gl.maximum(pair, 0).to(gl.int64)[None, :, None] * x_stride + (across + shift)
-            async_load(inputs.index(stage), x_at, mask=fits)
+            _ask_rows(inputs.index(stage), x, pairs[stage // STEPS], x_stride, across, INNER, stage % STEPS * STEP)
         commit_group()
     total = gl.zeros((WARPS, HEIGHT, 8), gl.float32, SUMS)
     biases = gl.zeros((HEIGHT, 8), gl.float32, gl.SliceLayout(0, SUMS))
-    exists = (row < num_rows)[None, :]
+    row_fits = (row < num_rows)[None, :]
     if HAS_RESIDUAL:
-        at = residual + row.to(gl.int64)[None, :] * residual_stride + column[:, None]
-        more = gl.load(at, mask=exists, other=0.0).to(gl.float32)
+        more_at = residual + row.to(gl.int64)[None, :] * residual_stride + column[:, None]
+        more = gl.load(more_at, mask=row_fits, other=0.0).to(gl.float32)
     here, number = 0, 0
     while number < count:
         sums = gl.zeros((WARPS, HEIGHT, 8), gl.float32, SUMS)
+        if EARLY and number == count - 1:
+            cuda.gdc_launch_dependents()
         for step in gl.static_range(STEPS):
             wait_group(STAGES - 2)
             value = inputs.index(here).permute((0, 2, 1)).load(RIGHT)
@@ -241,20 +247,19 @@ def _down(
             free = here + STAGES - 1
             free = free - STAGES if free >= STAGES else free
             if number + (step + STAGES - 1) // STEPS < count:
-                shift: gl.constexpr = (step + STAGES - 1) % STEPS * STEP
-                pair = pairs[(step + STAGES - 1) // STEPS]
-                fits = (across + shift < INNER) & (line >= 0)[None, :, None]
-                start = experts[(step + STAGES - 1) // STEPS] * size
-                async_load(weights.index(free), weight_at + (start + shift), mask=fits)
-                fits = (across + shift < INNER) & (pair >= 0)[None, :, None]
-                x_at = x + gl.maximum(pair, 0).to(gl.int64)[None, :, None] * x_stride + (across + shift)
-                async_load(inputs.index(free), x_at, mask=fits)
+                at = weight_at + experts[(step + STAGES - 1) // STEPS] * size
+                _ask(weights.index(free), at, exists, across, INNER, (step + STAGES - 1) % STEPS * STEP)
+                _ask_rows(
+                    inputs.index(free), x, pairs[(step + STAGES - 1) // STEPS], x_stride, across, INNER,
+                    (step + STAGES - 1) % STEPS * STEP,
+                )  # fmt: skip
             commit_group()
             here = here + 1 if here + 1 < STAGES else 0
-        total += sums * parts[0][None, None, :]
+        total += sums * parts[0][None, None, :]  # type: ignore[misc]
         if HAS_BIAS:
-            share = _shares_of(shares, ids, experts[0], row, num_rows, kind, CHOSEN)
-            biases += gl.load(bias + experts[0] * num_columns + column).to(gl.float32)[:, None] * share[None, :]
+            now = experts[0]  # type: ignore[misc]
+            share = _shares_of(shares, ids, now, row, num_rows, kind, CHOSEN)
+            biases += gl.load(bias + now * num_columns + column).to(gl.float32)[:, None] * share[None, :]
         number += 1
         expert = _expert(id, rank, number + BEFORE)
         experts = experts[1:] + (expert,)  # type: ignore[assignment] # noqa: RUF005
@@ -263,7 +268,7 @@ def _down(
     value = gl.sum(total, 0) + biases
     if HAS_RESIDUAL:
         value = value.to(kind).to(gl.float32) + more
-    gl.store(out + row.to(gl.int64)[None, :] * num_columns + column[:, None], value.to(kind), mask=exists)
+    gl.store(out + row.to(gl.int64)[None, :] * num_columns + column[:, None], value.to(kind), mask=row_fits)
 
 
 def fits(x: Tensor, ids: Tensor, weight: Tensor, gate: int) -> bool:
