@@ -119,8 +119,8 @@ for text in sys.argv[1:]:
         CHOSEN=chosen, PLACES=32, IS_UP=bool(up), EVEN=bool(even), GATE=3 * up, TWO=bool(up), HAS_BIAS=True,
         TILES=tiles, WARPS=warps, STAGES=stages, KNOWN=not up, EARLY=True,
     )
-    types = dict.fromkeys(("x", "bias"), "*bf16") | dict.fromkeys(("data", "scale", "ids"), "*i32")
-    types |= {"out": "*bf16" if up else "*fp32", "alpha": "fp32", "limit": "fp32"}
+    types = dict.fromkeys(("x", "bias"), "*bf16") | dict.fromkeys(("data", "scale"), "*i32")
+    types |= {"ids": "*i64" if even else "*i32", "out": "*bf16" if up else "*fp32", "alpha": "fp32", "limit": "fp32"}
     kernel = held_experts._held
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}

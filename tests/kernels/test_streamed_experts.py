@@ -126,7 +126,7 @@ for text in sys.argv[1:]:
     )
     constants |= dict(GATE=1, TWO=True) if up else dict(HAS_RESIDUAL=True, KNOWN=True)
     types = dict.fromkeys(("x", "weight", "bias", "residual", "out"), "*bf16")
-    types |= {"ids": "*i32", "shares": "*fp32", "alpha": "fp32", "limit": "fp32"}
+    types |= {"ids": "*i32" if inner < 1024 else "*i64", "shares": "*fp32", "alpha": "fp32", "limit": "fp32"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
