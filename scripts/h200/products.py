@@ -148,7 +148,7 @@ def check(rows: int, wanted: list[Form]) -> None:
 
 def parts(height: int, inner: int, blocks: int) -> set[int]:
     """As many as make a program for every multiprocessor, and half of them."""
-    most = row_products._processors(torch.device(DEVICE)) // triton.cdiv(height, 128 * blocks)
+    most = row_products.num_processors(torch.device(DEVICE)) // triton.cdiv(height, 128 * blocks)
     most = max(1, min(most, inner // 256, 12))
     return {most, (most + 1) // 2}
 
@@ -244,7 +244,7 @@ def as_on_hopper() -> None:
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
     from gluon_words import Kernel
 
-    row_products._processors = lambda device: 5  # type: ignore[assignment]
+    row_products.num_processors = lambda device: 5  # type: ignore[assignment]
     row_products._row_products = Kernel("_row_products", gates, epilogue, row_exchange, row_products)
     row_products._row_products.at_a_time = 5
 

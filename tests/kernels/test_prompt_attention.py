@@ -28,7 +28,7 @@ CASES = [
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a small Hopper."""
     kernel = Kernel("_attend_prompts", prompt_warps, prompt_attention)
-    monkeypatch.setattr(prompt_attention, "_processors", lambda device: 7)
+    monkeypatch.setattr(prompt_attention, "num_processors", lambda device: 7)
     monkeypatch.setattr(prompt_attention, "SPARED", 3)
     monkeypatch.setattr(prompt_attention, "_attend_prompts", kernel)
     monkeypatch.setattr(gpu_attention, "on_hopper", lambda name, device: prompt_attention)

@@ -33,7 +33,7 @@ def anywhere() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         kernel = Kernel("_row_products", gates, epilogue, row_exchange, row_products)
         kernel.at_a_time = 5  # programs that exchange their sums wait for each other
-        patch.setattr(row_products, "_processors", lambda device: 5)
+        patch.setattr(row_products, "num_processors", lambda device: 5)
         patch.setattr(row_products, "_row_products", kernel)
         yield
 

@@ -32,7 +32,7 @@ def anywhere() -> Iterator[None]:
         if not CUDA:
             for name in ("_up", "_down"):
                 patch.setattr(streamed_experts, name, Kernel(name, gates, dense_held, streamed_experts))
-            patch.setattr(streamed_experts, "PROCESSORS", 3)
+            patch.setattr(streamed_experts, "num_processors", lambda device: 3)
         patch.setattr(few_experts, "on_hopper", lambda name, device: {"streamed_experts": streamed_experts}[name])
         yield
 
@@ -107,6 +107,8 @@ def test_what_does_not_fit() -> None:
     assert not streamed_experts.fits(x.float(), ids, weight.float(), gates.SILU)
     assert not streamed_experts.fits(x[:, :60], ids, weight[:, :, :60].contiguous(), gates.SILU)
     assert not streamed_experts.fits(x.repeat(2, 1), ids.repeat(2, 1), weight, gates.SILU)
+    long = torch.zeros(6, 64, 4104, dtype=HALF, device=DEVICE)
+    assert not streamed_experts.fits(torch.zeros(8, 4104, dtype=HALF, device=DEVICE), ids, long, gates.NONE)
     wide = torch.zeros(1, 16, 16384, dtype=HALF, device=DEVICE)
     assert not streamed_experts.fits(torch.zeros(8, 16384, dtype=HALF, device=DEVICE), ids, wide, gates.NONE)
 

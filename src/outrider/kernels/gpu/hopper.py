@@ -19,3 +19,9 @@ def on_hopper(name: str, device: torch.device) -> Any:
         return importlib.import_module(f"outrider.kernels.gpu.{name}")
     except ImportError:
         return None
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of it."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

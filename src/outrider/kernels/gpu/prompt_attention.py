@@ -4,7 +4,6 @@ what their warps do is in prompt_warps.py."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from outrider.kernels.gpu.attention_work import ITEM, Form, Keys, Span, WorkList
+from outrider.kernels.gpu.hopper import num_processors
 from outrider.kernels.gpu.prompt_warps import FACTS, HALF, LANES, bring, compute
 
 BLOCK_N = 128  # keys of a step
@@ -106,7 +106,7 @@ def fits(q: Tensor, pages: tuple[Tensor, Tensor], keys: Keys) -> bool:
 
 def form(rows: Span, device: torch.device) -> Form:
     """The launch as work is shared out for it."""
-    return Form(rows, 2 * LANES.value, BLOCK_N, num_programs=PROGRAMS * _processors(device))
+    return Form(rows, 2 * LANES.value, BLOCK_N, num_programs=PROGRAMS * num_processors(device))
 
 
 def attend(
@@ -137,7 +137,7 @@ def attend(
     places = len(work.items) * num_kv_heads * 2 * LANES.value
     partial = torch.empty(places, dim, dtype=torch.float32, device=q.device)
     maxima, sums = torch.empty(2, places, dtype=torch.float32, device=q.device).unbind()
-    _attend_prompts[(min(_processors(q.device), len(work.items) * num_kv_heads),)](
+    _attend_prompts[(min(num_processors(q.device), len(work.items) * num_kv_heads),)](
         TensorDescriptor(q, list(q.shape), list(q.stride()), [LANES.value // group, group, HALF.value], _swizzled(3)),
         _rows(k_pages, keys.page_size), _rows(v_pages, keys.page_size), work.items, beside.items, counters,
         counters[-2:], keys.page_table, keys.indices, out if sinks is None else sinks, out, partial, maxima, sums,
@@ -157,11 +157,6 @@ def _rows(pages: Tensor, page_size: int) -> TensorDescriptor:
 
 def _swizzled(rank: int) -> Any:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _is_power(number: int) -> bool:

@@ -6,7 +6,6 @@ share the inputs of one (split K), and a second launch adds up their sums in the
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from operator import contains
 from typing import Any
@@ -30,6 +29,7 @@ from triton.language.extra import cuda
 from outrider.kernels.gpu import gates, launch
 from outrider.kernels.gpu.epilogue import beside, finish
 from outrider.kernels.gpu.gates import activated
+from outrider.kernels.gpu.hopper import num_processors
 from outrider.kernels.gpu.product_parts import counters_for
 from outrider.kernels.gpu.row_exchange import exchange
 
@@ -308,7 +308,7 @@ def linear(
     (num_rows, inner), height = x.shape, len(weight)
     num_columns = height // 2 if gated else height
     out = x.new_empty(num_rows, num_columns) if out is None else out
-    tile = tile or tile_for(num_rows, height, inner, gated, _processors(x.device))
+    tile = tile or tile_for(num_rows, height, inner, gated, num_processors(x.device))
     num_steps, early = triton.cdiv(inner, DEPTH.value), launch.early(x) and num_rows <= RESIDENT_ROWS
     split = min(tile.split, num_steps)
     first, more = blocks_of_rows(num_rows)
@@ -323,7 +323,7 @@ def linear(
     if joined or not at_once:
         outputs = num_tiles * 2 * BLOCK.value * tile.blocks if joined else height
         sums = torch.empty(split, outputs, first + more, dtype=torch.float32, device=x.device)
-    _row_products[(min(num_pieces, _processors(x.device)),)](
+    _row_products[(min(num_pieces, num_processors(x.device)),)](
         _tiles(weight, BLOCK.value), _tiles(x, first), _tiles(x, more or first), out if at_once else sums,
         out if residual is None else residual, sums, sums if counters is None else counters, num_pieces, num_steps,
         split, num_rows, num_columns if gate else height, 0 if residual is None else residual.stride(0),
@@ -390,8 +390,3 @@ def _tiles(matrix: Tensor, num_rows: int) -> TensorDescriptor:
 
 def _can_be_copied(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(1) == 1 and x.stride(0) % 8 == 0
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

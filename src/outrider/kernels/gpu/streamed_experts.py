@@ -15,12 +15,14 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_g
 from triton.language.extra import cuda
 
 from outrider.kernels.gpu import gates, launch
-from outrider.kernels.gpu.dense_held import PLACES, PROCESSORS, async_load
+from outrider.kernels.gpu.dense_held import PLACES, async_load
 from outrider.kernels.gpu.gates import activated
+from outrider.kernels.gpu.hopper import num_processors
 
 MOST_ROWS, MOST_CHOSEN = 8, 16
 HEIGHT = gl.constexpr(16)  # lines of a matrix that a program multiplies at a time: the M of a product
 MAX_SHARED = 200 * 2**10  # bytes of a program's buffers
+MOST_STEPS = 16  # of an expert's line, each of which is instructions of its own
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Tile:
     span: int  # neighbouring inputs of a warp
     stages: int  # steps that are on their way
     beside: int = 1  # programs of a multiprocessor, on the way up
+
+
+UP, DOWN = Tile(4, 128, 6), Tile(4, 64, 8)  # as measured on an H200 (scripts/h200/experts.py)
 
 
 @gluon.jit
@@ -278,18 +283,17 @@ def fits(x: Tensor, ids: Tensor, weight: Tensor, gate: int) -> bool:
     rows_fit = rows_fit and x.stride(-1) == 1 and x.stride(0) % PLACES.value == 0 and x.data_ptr() % 16 == 0
     whole = num_columns % HEIGHT.value == 0 and inner % PLACES.value == 0 and num_columns * inner * 2 < 2**31
     placed = weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.element_size() == 2
-    return rows_fit and whole and placed and shared_bytes(tile_for(len(ids), inner, is_up=True), inner) <= MAX_SHARED
+    is_short = max(num_steps(tile, inner) for tile in (UP, DOWN)) <= MOST_STEPS
+    return rows_fit and whole and placed and is_short and shared_bytes(UP, inner) <= MAX_SHARED
+
+
+def num_steps(tile: Tile, inner: int) -> int:
+    return triton.cdiv(inner, tile.warps * tile.span)
 
 
 def shared_bytes(tile: Tile, inner: int) -> int:
     """Of a program on the way up, which keeps its rows."""
-    step = tile.warps * tile.span
-    return 2 * (tile.stages * step * HEIGHT.value + triton.cdiv(inner, step) * step * MOST_ROWS)
-
-
-def tile_for(num_rows: int, inner: int, *, is_up: bool) -> Tile:
-    """Measured on an H200 (scripts/h200/experts.py)."""
-    return Tile(4, 128, 6) if is_up else Tile(4, 64, 8)
+    return 2 * tile.warps * tile.span * (tile.stages * HEIGHT.value + num_steps(tile, inner) * MOST_ROWS)
 
 
 def up(
@@ -305,8 +309,8 @@ def up(
     number, alpha, limit = gate
     num_columns = weight.shape[1] // (2 if gates.has_two(number) else 1)
     out, early = x.new_empty(ids.numel(), num_columns), launch.early(x)
-    tile = tile or tile_for(len(ids), x.shape[1], is_up=True)
-    _up[(tile.beside * PROCESSORS,)](
+    tile = tile or UP
+    _up[(tile.beside * num_processors(x.device),)](
         x, weight, out if bias is None else bias, ids, out, ids.numel(), num_columns, x.stride(0), alpha, limit,
         INNER=x.shape[1], CHOSEN=ids.shape[1], PAIRS=_pairs(ids), GATE=number, TWO=gates.has_two(number),
         HAS_BIAS=bias is not None, WARPS=tile.warps, SPAN=tile.span, STAGES=tile.stages, EARLY=early,
@@ -330,7 +334,7 @@ def down(
     residual. `is_known`: ids and shares were made two launches before this one, or more."""
     num_columns, inner = weight.shape[1:]
     out, early = x.new_empty(len(ids), num_columns), launch.early(x)
-    tile = tile or tile_for(len(ids), inner, is_up=False)
+    tile = tile or DOWN
     _down[(num_columns // HEIGHT.value,)](
         x, weight, out if bias is None else bias, ids, shares, out if residual is None else residual, out, ids.numel(),
         num_columns, x.stride(0), 0 if residual is None else residual.stride(0), INNER=inner, CHOSEN=ids.shape[1],
