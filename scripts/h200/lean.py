@@ -53,7 +53,7 @@ class Group:
     step_ms: float | None = None  # wanted, as are the next two
     times_plain: float | None = None
     round_ms: float | None = None
-    drafter: str | None = None  # once more with the drafter in so many bits
+    drafters: Sequence[str] = ()  # once more with the drafter in so many bits
     rows: bool = False  # many rows beside one
     pages: bool = False  # long contexts, pages in 16 and 8 bits
 
@@ -63,10 +63,10 @@ GROUPS = {
     "llama-fp8": Group("llama-3.1-8b", "fp8", step_ms=2.75, times_plain=1.45, rows=True),
     "llama-int4": Group("llama-3.1-8b", "int4", step_ms=2.2, times_plain=1.45, rows=True),
     "pages": Group("llama-3.1-8b", pages=True),
-    "qwen3-30b-a3b": Group("qwen3-30b-a3b", step_ms=2.6, times_plain=1.4, drafter="int4"),
-    "deepseek-v2-lite": Group("deepseek-v2-lite", step_ms=2.2, times_plain=1.4, drafter="int4"),
-    "gemma-3-4b": Group("gemma-3-4b", step_ms=2.5, times_plain=1.4, drafter="int4"),
-    "gpt-oss-20b": Group("gpt-oss-20b", step_ms=2.2, times_plain=1.4, drafter="int4"),
+    "qwen3-30b-a3b": Group("qwen3-30b-a3b", step_ms=2.6, times_plain=1.4, drafters=("fp8", "int4")),
+    "deepseek-v2-lite": Group("deepseek-v2-lite", step_ms=2.2, times_plain=1.4, drafters=("fp8", "int4")),
+    "gemma-3-4b": Group("gemma-3-4b", step_ms=2.5, times_plain=1.4, drafters=("fp8", "int4")),
+    "gpt-oss-20b": Group("gpt-oss-20b", step_ms=2.2, times_plain=1.4, drafters=("fp8", "int4")),
     "smollm2-135m": Group("smollm2-135m", step_ms=0.68, round_ms=1.0),
 }
 ASIDE = ("accept", "certify-int4", "certify-fp8")
@@ -134,9 +134,9 @@ class Measuring:
             self._tell(f"EAGLE-3 K={K}", drafted, about, drafted.ms, self.group.round_ms)
         else:
             self._tell(f"EAGLE-3 K={K}", drafted, about, ratio, self.group.times_plain)
-        if self.group.drafter is not None:
-            (drafted,), _ = self._measure(contexts[:1], drafts=True, drafter=self.group.drafter)
-            about = f"drafter in {self.group.drafter}, {drafted.tokens:.2f} tokens, ratio {drafted.ms / one.ms:.3f}"
+        for drafter in self.group.drafters:
+            (drafted,), _ = self._measure(contexts[:1], drafts=True, drafter=drafter)
+            about = f"drafter in {drafter}, {drafted.tokens:.2f} tokens, ratio {drafted.ms / one.ms:.3f}"
             self._tell(f"EAGLE-3 K={K}", drafted, about, drafted.ms / one.ms, self.group.times_plain)
         for (rows, length), cost in zip(contexts[1:], costs[1:], strict=False):
             ratio, wanted = cost.ms / one.ms, 1.25 if rows == MANY[0] else 1.8
