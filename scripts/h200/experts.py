@@ -14,6 +14,7 @@ inputs . stages . programs of a multiprocessor; `rows`: every row reads its own;
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -162,35 +163,22 @@ def run_form(
     copy: int,
     form: str,
 ) -> Tensor:
-    weight, stack_, is_held = operands[copy], stacks[copy], form.startswith("h")
-    if form.startswith("s"):
-        return streamed(part, shape, inputs, stack_, ids, form)
-    tile = None if form in ("now", "rows") or is_held else tile_of(form, shape)
-    held = held_tile(form) if is_held else None
+    weight, whole = operands[copy], stacks[copy]
+    given = (inputs.inner, ids, inputs.shares)
+    if form[0] in "hs":
+        module = importlib.import_module(f"outrider.kernels.gpu.{'held' if form[0] == 'h' else 'streamed'}_experts")
+        tile = module.Tile(*map(int, form[1:].split(".")))
+        if part == "up":
+            return module.up(inputs.x, ids, whole, None, gate_of(shape.activation), tile)
+        return module.down(*given, whole, None, inputs.residual, tile)
+    tile = None if form in ("now", "rows") else tile_of(form, shape)
     if part == "up":
-        if form == "now" and isinstance(stack_, Tensor) and len(ids) == 1:
-            return lone_experts.up(inputs.x, ids, stack_, None, shape.activation)
-        return few_experts.up(inputs.x, ids, weight, None, shape.activation, tile, held=held)
-    given = (inputs.inner, ids, inputs.shares, weight, None, inputs.residual)
+        if form == "now" and isinstance(whole, Tensor) and len(ids) == 1:
+            return lone_experts.up(inputs.x, ids, whole, None, shape.activation)
+        return few_experts.up(inputs.x, ids, weight, None, shape.activation, tile)
     if form == "rows" or (form == "now" and len(ids) <= few_experts.MAX_APART):
-        return lone_experts.down(*given)
-    return few_experts.down(*given, tile, held=held)
-
-
-def streamed(part: str, shape: Shape, inputs: Inputs, weight: Any, ids: Tensor, form: str) -> Tensor:
-    from outrider.kernels.gpu import streamed_experts
-
-    tile = streamed_experts.Tile(*map(int, form[1:].split(".")))
-    if part == "up":
-        return streamed_experts.up(inputs.x, ids, weight, None, gate_of(shape.activation), tile)
-    return streamed_experts.down(inputs.inner, ids, inputs.shares, weight, None, inputs.residual, tile)
-
-
-def held_tile(form: str) -> Any:
-    from outrider.kernels.gpu.held_experts import Tile as HeldTile
-
-    tiles, warps, stages, *programs = map(int, form[1:].split("."))
-    return HeldTile(tiles, warps, stages, *programs)
+        return lone_experts.down(*given, weight, None, inputs.residual)
+    return few_experts.down(*given, weight, None, inputs.residual, tile)
 
 
 def told(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,8 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere")
 from gluon_words import Kernel
 
 from outrider.kernels.activation import Activation, ClampedSwish, silu_mul
-from outrider.kernels.gpu import few_experts, gates, held, held_experts
+from outrider.kernels.gpu import choice, few_experts, gates, held, held_experts
 from outrider.kernels.gpu.held_experts import Tile
-from outrider.kernels.gpu.sums import operand
 from outrider.kernels.moe import ExpertWeights, experts_reference
 from outrider.kernels.quantised import Kind, dense_reference
 
@@ -30,7 +30,7 @@ DTYPE = torch.bfloat16 if CUDA else torch.float32
 def anywhere() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not CUDA:
-            patch.setattr(held_experts, "_held", Kernel("_held", gates, held, held_experts))
+            patch.setattr(held_experts, "_held", Kernel("_held", gates, choice, held, held_experts))
         patch.setattr(few_experts, "on_hopper", lambda name, device: {"held_experts": held_experts}[name])
         yield
 
@@ -65,8 +65,8 @@ def compare(
         weights = ExpertWeights(up, down, up_bias, down_bias)
         found = few_experts.experts(x, ids, shares, weights, activation, more)
     else:
-        middle = few_experts.up(x, ids, operand(up), up_bias, activation, held=tiles[0])
-        found = few_experts.down(middle, ids, shares, operand(down), down_bias, more, held=tiles[1])
+        middle = held_experts.up(x, ids, up, up_bias, gates.gate_of(activation), tiles[0])
+        found = held_experts.down(middle, ids, shares, down, down_bias, more, tiles[1])
     error = (found.float() - wanted).abs().max() / wanted.abs().max()
     assert error < (2e-2 if CUDA else 1e-5), error
 
@@ -90,19 +90,31 @@ def test_inputs_that_end_within_a_run_are_not_read_beyond() -> None:
 
 def test_what_does_not_fit() -> None:
     def is_taken(kind: Kind = Kind.FP4, num_rows: int = 8, height: int = 64, width: int = 64, group: int = 32) -> bool:
-        weight = operand(random_stack(kind, 2, height, width, group, has_offset=False, seed=1))
+        weight = random_stack(kind, 2, height, width, group, has_offset=False, seed=1)
         x, ids = torch.zeros(num_rows, width, dtype=DTYPE, device=DEVICE), experts_of(num_rows, 2, 2, 2)
-        return held_experts.fits(x, ids, weight)
+        return held_experts.fits(x, ids, weight, gates.NONE)
 
     assert is_taken()
     assert not is_taken(num_rows=9)
     assert not is_taken(Kind.INT4)
     assert not is_taken(height=48)
     assert not is_taken(group=64)  # whose scales are no powers of two
-    weight = operand(random_stack(Kind.FP4, 2, 64, 64, 32, has_offset=False, seed=1))
+    weight = random_stack(Kind.FP4, 2, 64, 64, 32, has_offset=False, seed=1)
     x, ids = torch.zeros(4, 66, dtype=DTYPE, device=DEVICE), experts_of(4, 2, 2, 2)
-    assert not held_experts.fits(x[:, :64], ids, weight)
-    assert not held_experts.fits(x[:, 1:65], ids, weight)
+    assert not held_experts.fits(x[:, :64], ids, weight, gates.NONE)
+    assert not held_experts.fits(x[:, 1:65], ids, weight, gates.NONE)
+
+
+@pytest.mark.parametrize(("rows", "is_used"), [(1, True), (3, True), (4, False)])
+def test_where_it_is_used(rows: int, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spy(*args: Any, original: Any = held_experts._answer, **options: Any) -> None:
+        called.append(options["is_known"])
+        original(*args, **options)
+
+    called: list[bool] = []
+    monkeypatch.setattr(held_experts, "_answer", spy)
+    compare(experts_of(rows, 6, 2, 6), 64, 32)
+    assert called == ([False, True] if is_used else [])
 
 
 COMPILED = """
@@ -116,7 +128,7 @@ from outrider.kernels.gpu import held_experts
 for text in sys.argv[1:]:
     up, tiles, warps, stages, even, chosen = map(int, text.split(","))
     constants = dict(
-        CHOSEN=chosen, PLACES=32, IS_UP=bool(up), EVEN=bool(even), GATE=3 * up, TWO=bool(up), HAS_BIAS=True,
+        CHOSEN=chosen, PAIRS=32, IS_UP=bool(up), EVEN=bool(even), GATE=3 * up, TWO=bool(up), HAS_BIAS=True,
         TILES=tiles, WARPS=warps, STAGES=stages, KNOWN=not up, EARLY=True,
     )
     types = dict.fromkeys(("x", "bias"), "*bf16") | dict.fromkeys(("data", "scale"), "*i32")

@@ -19,7 +19,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere")
 from gluon_words import Kernel
 
 from outrider.kernels.activation import Activation, ClampedSwish, relu2, silu_mul
-from outrider.kernels.gpu import dense_held, few_experts, gates, streamed_experts
+from outrider.kernels.gpu import choice, dense_held, few_experts, gates, streamed_experts
 from outrider.kernels.gpu.streamed_experts import Tile
 from outrider.kernels.moe import ExpertWeights, experts_reference
 
@@ -31,7 +31,7 @@ def anywhere() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not CUDA:
             for name in ("_up", "_down"):
-                patch.setattr(streamed_experts, name, Kernel(name, gates, dense_held, streamed_experts))
+                patch.setattr(streamed_experts, name, Kernel(name, gates, choice, dense_held, streamed_experts))
             patch.setattr(streamed_experts, "num_processors", lambda device: 3)
         patch.setattr(few_experts, "on_hopper", lambda name, device: {"streamed_experts": streamed_experts}[name])
         yield

@@ -1,5 +1,6 @@
 """A mixture's experts for few rows: nothing has to be sorted, and only the experts that were chosen are read. Up with
-its activation, down with the sum: two launches for up to three rows, three for more, which read no expert twice."""
+its activation, down with the sum: two launches for up to three rows, three for more, which read no expert twice. A
+Hopper has kernels of its own for many of these: see experts()."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from torch import Tensor
 from outrider.kernels.activation import Activation
 from outrider.kernels.gpu import gates, launch, lone_experts, sliced_experts, widen
 from outrider.kernels.gpu.hopper import on_hopper
+from outrider.kernels.gpu.sum_up import sum_up
 from outrider.kernels.gpu.sums import Operand, operand
 from outrider.kernels.moe import ExpertWeights
 from outrider.kernels.norm import Normed, materialised
 from outrider.kernels.packed import PackedStack
-from outrider.kernels.quantised import Kind
+from outrider.kernels.quantised import Kind, QuantisedStack
 
 MAX_ROWS = 8  # that a tensor core takes at once
 MAX_CHOSEN = 16
 MAX_APART = 3  # rows of which each reads its own experts on the way down, or all in registers: more are no faster so
-SUM_BLOCK = 512  # columns that a program adds up
 
 
 @triton.jit
@@ -64,36 +65,6 @@ def _chosen(
         )  # fmt: skip
 
 
-@triton.jit
-def _sum_up(
-    answers, shares, residual, out, num_columns, residual_stride,
-    CHOSEN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Of a row's experts [T, k, N], by their shares, in their order; all of them are asked for at once."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    fits = column < num_columns
-    kind: tl.constexpr = out.dtype.element_ty
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    answers_of, shares_of = (), ()
-    for place in tl.static_range(CHOSEN):
-        pair = row * CHOSEN + place
-        answer = tl.load(answers + pair * num_columns + column, mask=fits, other=0.0)
-        answers_of = answers_of + (answer,)  # type: ignore[assignment] # noqa: RUF005
-        shares_of = shares_of + (tl.load(shares + pair),)  # type: ignore[assignment] # noqa: RUF005
-    more = tl.zeros((BLOCK,), dtype=kind)
-    if HAS_RESIDUAL:
-        more = tl.load(residual + row * residual_stride + column, mask=fits, other=0.0)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for place in tl.static_range(CHOSEN):
-        total += answers_of[place] * shares_of[place].to(kind).to(tl.float32)
-    if HAS_RESIDUAL:
-        total = total.to(kind).to(tl.float32) + more.to(tl.float32)
-    tl.store(out + row * num_columns + column, total.to(kind), mask=fits)
-
-
 @dataclass(frozen=True)
 class Tile:
     """What a program of few rows has at a time."""
@@ -125,38 +96,42 @@ def experts(
     x = x if isinstance(x, Normed) or x.stride(1) == 1 else x.contiguous()
     residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
     ids, shares = ids.contiguous(), shares.contiguous()
-    assert not isinstance(weights.up, PackedStack)
-    assert not isinstance(weights.down, PackedStack), "that is for CPUs"
+    is_known = gates.gate_of(activation)[0] != gates.NONE  # nothing but the way up lies between the way down and them
+    inner = _up(x, ids, weights, activation)
+    return _down(inner, ids, shares, weights, residual, is_known=is_known)
+
+
+def _up(x: Tensor | Normed, ids: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
+    weight, bias = weights.up, weights.up_bias
+    assert not isinstance(weight, PackedStack), "that is for CPUs"
+    if isinstance(weight, Tensor) and lone_experts.is_for(ids, weight):
+        return lone_experts.up(x, ids, weight, bias, activation)
     gate = gates.gate_of(activation)
-    is_known = gate[0] != gates.NONE  # nothing but the way up lies between the way down and the choice
-    if isinstance(weights.up, Tensor) and lone_experts.is_for(ids, weights.up):
-        inner = lone_experts.up(x, ids, weights.up, weights.up_bias, activation)
-    elif isinstance(weights.up, Tensor) and (module := _streamed(x, ids, weights.up, gate[0])) is not None:
-        inner = module.up(x, ids, weights.up, weights.up_bias, gate)
-        inner = inner if is_known else activation(inner)
-    else:
-        inner = up(x, ids, operand(weights.up), weights.up_bias, activation)
-    given = (inner, ids, shares)
-    if len(ids) > 1 and isinstance(weights.down, Tensor):
-        module = _streamed(inner, ids, weights.down, gates.NONE)
-        if module is not None:
-            return module.down(*given, weights.down, weights.down_bias, residual, is_known=is_known)
-    weight = operand(weights.down)
-    is_apart = len(ids) <= MAX_APART and _held(inner, ids, weight) is None
-    return (lone_experts.down if is_apart else down)(*given, weight, weights.down_bias, residual, is_known=is_known)
+    module = _on_hopper(ids, weight) if isinstance(x, Tensor) else None
+    if module is not None and module.fits(x, ids, weight, gate[0]):
+        inner = module.up(x, ids, weight, bias, gate)
+        return activation(inner) if gate[0] == gates.NONE else inner
+    return up(x, ids, operand(weight), bias, activation)
 
 
-def _streamed(x: Tensor | Normed, ids: Tensor, weight: Tensor, gate: int) -> Any:
-    """The module that reads some experts after the other, where it takes such weights."""
-    module = on_hopper("streamed_experts", weight.device) if isinstance(x, Tensor) else None
-    return module if module is not None and module.fits(x, ids, weight, gate) else None
+def _down(
+    x: Tensor, ids: Tensor, shares: Tensor, weights: ExpertWeights, residual: Tensor | None, *, is_known: bool
+) -> Tensor:
+    weight, bias = weights.down, weights.down_bias
+    assert not isinstance(weight, PackedStack), "that is for CPUs"
+    module = _on_hopper(ids, weight)
+    if module is not None and module.fits(x, ids, weight, gates.NONE):
+        return module.down(x, ids, shares, weight, bias, residual, is_known=is_known)
+    run = lone_experts.down if len(ids) <= MAX_APART else down
+    return run(x, ids, shares, operand(weight), bias, residual, is_known=is_known)
 
 
-def _held(x: Tensor, ids: Tensor, weight: Operand, most_rows: int = MAX_APART) -> Any:
-    """The module that keeps weights in registers, where it takes such weights."""
-    module = on_hopper("held_experts", x.device) if len(ids) <= most_rows else None
-    kind_fits = x.dtype == torch.bfloat16 or not x.is_cuda
-    return module if module is not None and kind_fits and module.fits(x, ids, weight) else None
+def _on_hopper(ids: Tensor, weight: Tensor | QuantisedStack) -> Any:
+    """The module that may take such weights and so many rows there, where it is the fastest."""
+    is_dense, num_rows = isinstance(weight, Tensor), len(ids)
+    if is_dense:
+        return on_hopper("streamed_experts", ids.device) if num_rows > 1 else None
+    return on_hopper("held_experts", ids.device) if num_rows <= MAX_APART else None
 
 
 def up(
@@ -166,21 +141,13 @@ def up(
     bias: Tensor | None,
     activation: Activation,
     tile: Tile | None = None,
-    *,
-    held: Any = None,
 ) -> Tensor:
-    """x [T, H], ids [T, k] -> [T * k, I]: what each pair's expert makes of its row. `held`: a tile of held_experts."""
+    """x [T, H], ids [T, k] -> [T * k, I]: what each pair's expert makes of its row."""
     gate, alpha, limit = gates.gate_of(activation)
     norm = x if isinstance(x, Normed) and weight.order is None else None
     rows = norm.x if norm is not None else weight.ordered(materialised(x))
     two = gates.has_two(gate)
     out = rows.new_empty(ids.numel(), weight.num_rows // 2 if two else weight.num_rows)
-    most = MAX_APART if held is None else MAX_ROWS
-    module = _held(rows, ids, weight, most) if norm is None and tile is None else None
-    if module is not None:
-        settings = (gate, alpha, limit)
-        module.answers(rows, ids, weight, bias, settings, out, is_up=True, is_known=False, tile=held)
-        return activation(out) if gate == gates.NONE else out
     tile = tile or (SEVERAL if len(ids) > 1 or weight.powers else Tile(16, 4, 3 if two else 4))
     _launch(rows, ids, weight, bias, norm, out, tile, per_row=ids.shape[1], gate=(gate, alpha, limit))
     return activation(out) if gate == gates.NONE else out
@@ -196,27 +163,16 @@ def down(
     tile: Tile | None = None,
     *,
     is_known: bool = False,
-    held: Any = None,
 ) -> Tensor:
     """x [T * k, I], ids and shares [T, k] -> [T, N]: the weighed sum of each row's experts, plus the residual.
     `is_known`: ids were made two launches before this one, or more."""
     num_rows, num_chosen = ids.shape
     x = weight.ordered(x)
     answers = torch.empty(num_rows * num_chosen, weight.num_rows, dtype=torch.float32, device=x.device)
-    most, gate = MAX_APART if held is None else MAX_ROWS, (gates.NONE, 1.0, 0.0)
-    module = _held(x, ids, weight, most) if tile is None else None
-    if module is not None:
-        module.answers(x, ids, weight, bias, gate, answers, is_up=False, is_known=is_known, tile=held)
-    else:
-        tile = tile or SEVERAL_DOWN.get(weight.kind, SEVERAL)
-        _launch(x, ids, weight, bias, None, answers, tile, per_row=1, gate=gate, is_known=is_known)
-    out, early = x.new_empty(num_rows, weight.num_rows), launch.early(x)
-    _sum_up[(num_rows, triton.cdiv(weight.num_rows, SUM_BLOCK))](
-        answers, shares, out if residual is None else residual, out, weight.num_rows,
-        0 if residual is None else residual.stride(0), CHOSEN=num_chosen, HAS_RESIDUAL=residual is not None,
-        BLOCK=SUM_BLOCK, EARLY=early, num_warps=4, **launch.options(early),
-    )  # fmt: skip
-    return out
+    tile = tile or SEVERAL_DOWN.get(weight.kind, SEVERAL)
+    gate = (gates.NONE, 1.0, 0.0)
+    _launch(x, ids, weight, bias, None, answers, tile, per_row=1, gate=gate, is_known=is_known)
+    return sum_up(answers, shares, residual, x.dtype)
 
 
 def _launch(
@@ -245,6 +201,5 @@ def _launch(
         TWO=gates.has_two(gate[0]), HAS_BIAS=bias is not None, NORM=norm is not None, IEEE=x.dtype == torch.float32,
         FAST=x.is_cuda and x.dtype == torch.bfloat16, SLICES=tile.slices, BLOCK_M=MAX_ROWS, BLOCK_N=tile.block_n,
         BLOCK_P=triton.next_power_of_2(num_pairs), STAGES=tile.stages, KNOWN=is_known,
-        EARLY=early, num_warps=tile.slices,
-        num_stages=tile.stages, **launch.options(early),
+        EARLY=early, num_warps=tile.slices, num_stages=tile.stages, **launch.options(early),
     )  # fmt: skip

@@ -15,11 +15,12 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra import cuda
 
 from outrider.kernels.gpu import gates, launch
+from outrider.kernels.gpu.choice import expert_of, pair_of, ranked
 from outrider.kernels.gpu.gates import activated
-from outrider.kernels.gpu.held import HEIGHT, PART, WIDTH, asked_for, paired
-from outrider.kernels.gpu.sums import Operand
-from outrider.kernels.gpu.widen import FP4_SMALL_ASM, LARGER_ASM, NUMBERS
-from outrider.kernels.quantised import FP4_GROUP, Kind
+from outrider.kernels.gpu.held import HEIGHT, PART, RUN, WIDTH, asked_for, paired
+from outrider.kernels.gpu.sum_up import sum_up
+from outrider.kernels.gpu.widen import FP4_SMALL_ASM, LARGER_ASM
+from outrider.kernels.quantised import FP4_GROUP, Kind, QuantisedStack
 
 UNIT = gl.constexpr(2.0**30)  # of sums: numbers are widened 2^-126 times as large as they are, inputs 2^96 times
 MOST_ROWS, MOST_CHOSEN = 8, 16
@@ -35,33 +36,7 @@ class Tile:
     registers: int | None = None  # of a thread, at most
 
 
-@gluon.jit
-def _one_of(ids, num_pairs, number, PLACES: gl.constexpr, WARPS: gl.constexpr):
-    """Of the experts in ids, in the order in which they come first, this one; and how many there are. Every thread has
-    all of ids, so that little is passed on; they come through shared memory, as thousands of programs that each ask the
-    L2 for one line many times would be served one by one."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, PLACES], [32, 1], [WARPS, 1], [1, 0])
-    pair = gl.arange(0, PLACES, layout=gl.SliceLayout(1, LAYOUT))
-    other = gl.arange(0, PLACES, layout=gl.SliceLayout(0, LAYOUT))
-    id = gl.load(ids + pair, mask=pair < num_pairs, other=-1)
-    others = gl.convert_layout(id, gl.SliceLayout(0, LAYOUT))
-    is_before = other[None, :] < pair[:, None]
-    same = gl.where(is_before & (id[:, None] == others[None, :]), 1, 0)
-    first = gl.where((gl.sum(same, 1) == 0) & (pair < num_pairs), 1, 0)
-    firsts = gl.convert_layout(first, gl.SliceLayout(0, LAYOUT))
-    rank = gl.sum(gl.where(is_before, firsts[None, :], 0), 1)
-    return gl.sum(gl.where((first == 1) & (rank == number), id, 0), 0), gl.sum(first, 0)
-
-
-@gluon.jit
-def _pair_of(ids, expert, row, num_rows, CHOSEN: gl.constexpr):
-    """Which pair of a row and an expert is each row's with this one; -1: none."""
-    pair = row * 0 - 1
-    for place in gl.static_range(CHOSEN):
-        at = row * CHOSEN + place
-        id = gl.load(ids + at, mask=row < num_rows, other=-1)
-        pair = gl.where(id == expert, at, pair)
-    return pair
+UP, DOWN, SEVERAL_DOWN = Tile(4, 4, 1, 16, 168), Tile(2, 4, 1), Tile(4, 4, 1, 16, 168)  # scripts/h200/experts.py
 
 
 @gluon.jit
@@ -103,7 +78,7 @@ def _inputs(x_at, first, place, inner, EVEN: gl.constexpr):
 def _held(
     x, data, scale, bias, ids, out,
     num_pairs, num_columns, inner, num_runs, width, scale_stride, x_stride, alpha, limit,
-    CHOSEN: gl.constexpr, PLACES: gl.constexpr, IS_UP: gl.constexpr, EVEN: gl.constexpr, GATE: gl.constexpr,
+    CHOSEN: gl.constexpr, PAIRS: gl.constexpr, IS_UP: gl.constexpr, EVEN: gl.constexpr, GATE: gl.constexpr,
     TWO: gl.constexpr, HAS_BIAS: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     KNOWN: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
@@ -140,11 +115,12 @@ def _held(
     count = number + 1  # until it is known
     while number < count:
         if num_pairs == CHOSEN:  # one row chooses none of them twice
-            expert, count = gl.load(ids + number), num_pairs
+            expert, count = gl.cast(gl.load(ids + number), gl.int64), num_pairs
         else:
-            expert, count = _one_of(ids, num_pairs, number, PLACES, WARPS)
+            id, rank = ranked(ids, num_pairs, PAIRS, WARPS)
+            expert, count = expert_of(id, rank, number), gl.max(rank, 0) + 1
         if number < count:
-            first_row = gl.cast(expert, gl.int64) * (num_columns * (2 if TWO else 1)) + begin
+            first_row = expert * (num_columns * (2 if TWO else 1)) + begin
             at, scale_at = data + first_row * width + word_at, scale + first_row + scale_line[None, :]
             waiting, totals = (), ()
             for stage in gl.static_range(STAGES):
@@ -152,12 +128,12 @@ def _held(
                     waiting, at, scale_at, scale_at, run + stage * WARPS, scale_run + stage * WARPS, num_runs, up,
                     width, scale_stride, num_columns, TILES, TWO, EVEN, False,
                 )  # fmt: skip
-            pair = _pair_of(ids, expert, row, num_rows, CHOSEN)
+            pair = pair_of(ids, expert, row, num_rows, CHOSEN)
             x_from = x_row
             if IS_UP:
                 x_from = gl.minimum(x_row, num_rows - 1)  # one that does not exist is computed, and not stored
             else:
-                x_from = gl.maximum(_pair_of(ids, expert, x_row, num_rows, CHOSEN), 0)
+                x_from = gl.maximum(pair_of(ids, expert, x_row, num_rows, CHOSEN), 0)
             if EARLY and KNOWN:
                 cuda.gdc_wait()
                 cuda.gdc_launch_dependents()
@@ -185,7 +161,7 @@ def _held(
                 second = gl.sum(totals[tile * 2 + 1], 0) * UNIT if TWO else first
                 here = begin + tile * HEIGHT + column
                 if HAS_BIAS:
-                    bias_at = bias + gl.cast(expert, gl.int64) * (num_columns * (2 if TWO else 1)) + here
+                    bias_at = bias + expert * (num_columns * (2 if TWO else 1)) + here
                     first += gl.load(bias_at).to(gl.float32)
                     if TWO:
                         second += gl.load(bias_at + num_columns).to(gl.float32)
@@ -205,49 +181,73 @@ def _turn(totals, waiting, inputs):
     return sums
 
 
-def fits(x: Tensor, ids: Tensor, weight: Operand) -> bool:
+def fits(x: Tensor, ids: Tensor, weight: QuantisedStack, gate: int) -> bool:
     """Few rows, and numbers in MXFP4 whose bytes lie as they are asked for."""
-    rows_fit = len(ids) <= MOST_ROWS and ids.shape[1] <= MOST_CHOSEN
+    matrix = weight.matrix
+    rows_fit = len(ids) <= MOST_ROWS and ids.shape[1] <= MOST_CHOSEN and (x.dtype == torch.bfloat16 or not x.is_cuda)
     rows_fit = rows_fit and x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    kind_fits = weight.kind == NUMBERS[Kind.FP4] and weight.powers and weight.part == PART.value
-    kind_fits = kind_fits and weight.group == FP4_GROUP and weight.order is None
-    whole = weight.num_rows % LINES == 0 and weight.inner % 8 == 0
-    return rows_fit and kind_fits and whole and weight.data.is_contiguous() and weight.data.data_ptr() % 16 == 0
+    kind_fits = matrix.kind is Kind.FP4 and matrix.has_exponents and matrix.part == PART.value
+    kind_fits = kind_fits and matrix.group == FP4_GROUP and matrix.order is None
+    whole = weight.shape[1] % LINES == 0 and weight.shape[2] % 8 == 0
+    return rows_fit and kind_fits and whole and matrix.data.is_contiguous() and matrix.data.data_ptr() % 16 == 0
 
 
-def tile_for(num_rows: int, *, is_up: bool) -> Tile:
-    """Measured on an H200 (scripts/h200/experts.py)."""
-    if is_up or num_rows > 1:
-        return Tile(4, 4, 1, registers=168)
-    return Tile(2, 4, 1)
-
-
-def answers(
+def up(
     x: Tensor,
     ids: Tensor,
-    weight: Operand,
+    weight: QuantisedStack,
+    bias: Tensor | None,
+    gate: tuple[int, float, float],
+    tile: Tile | None = None,
+) -> Tensor:
+    """x [T, H], ids [T, k], weight [E, I or 2 I, H], a gate's number and what clamps it -> [T * k, I]: what each pair's
+    expert makes of its row."""
+    out = x.new_empty(ids.numel(), weight.shape[1] // (2 if gates.has_two(gate[0]) else 1))
+    _answer(x, ids, weight, bias, gate, out, tile or UP, is_up=True, is_known=False)
+    return out
+
+
+def down(
+    x: Tensor,
+    ids: Tensor,
+    shares: Tensor,
+    weight: QuantisedStack,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    tile: Tile | None = None,
+    *,
+    is_known: bool = False,
+) -> Tensor:
+    """x [T * k, I], ids and shares [T, k], weight [E, N, I] -> [T, N]: the weighed sum of each row's experts, plus the
+    residual. `is_known`: ids were made two launches before this one, or more."""
+    answers = torch.empty(ids.numel(), weight.shape[1], dtype=torch.float32, device=x.device)
+    tile = tile or (DOWN if len(ids) == 1 else SEVERAL_DOWN)
+    _answer(x, ids, weight, bias, (gates.NONE, 1.0, 0.0), answers, tile, is_up=False, is_known=is_known)
+    return sum_up(answers, shares, residual, x.dtype)
+
+
+def _answer(
+    x: Tensor,
+    ids: Tensor,
+    weight: QuantisedStack,
     bias: Tensor | None,
     gate: tuple[int, float, float],
     out: Tensor,
+    tile: Tile,
     *,
     is_up: bool,
     is_known: bool,
-    tile: Tile | None = None,
 ) -> None:
-    """x [T, H], or [T * k, I] on the way down -> out [T * k, N]: what each pair's expert makes of its row."""
-    number, alpha, limit = gate
-    two, num_pairs, num_columns = gates.has_two(number), ids.numel(), out.shape[1]
-    tile = tile or tile_for(len(ids), is_up=is_up)
-    assert weight.scale is not None
-    words, early = weight.data.view(torch.int32), launch.early(x)
+    (number, alpha, limit), matrix = gate, weight.matrix
+    two, num_pairs, num_columns, inner = gates.has_two(number), ids.numel(), out.shape[1], weight.shape[2]
+    words, num_runs, early = matrix.data.view(torch.int32), triton.cdiv(inner, RUN), launch.early(x)
     height = tile.tiles * 16 // (2 if two else 1)
     assert num_columns % height == 0
-    num_runs = triton.cdiv(weight.inner, weight.run)
     _held[(num_columns // height, min(tile.programs, num_pairs))](
-        x, words, weight.scale, out if bias is None else bias, ids, out, num_pairs, num_columns, weight.inner, num_runs,
-        words.stride(0), weight.scale.stride(0), x.stride(0), alpha, limit, CHOSEN=ids.shape[1],
-        PLACES=max(triton.next_power_of_2(num_pairs), 32), IS_UP=is_up,
-        EVEN=weight.inner % (weight.run * tile.warps * tile.stages) == 0, GATE=number, TWO=two,
-        HAS_BIAS=bias is not None, TILES=tile.tiles, WARPS=tile.warps, STAGES=tile.stages, KNOWN=is_known, EARLY=early,
-        num_warps=tile.warps, maxnreg=tile.registers, **launch.options(early),
+        x, words, matrix.scale, out if bias is None else bias, ids, out, num_pairs, num_columns, inner, num_runs,
+        words.stride(0), matrix.scale.stride(0), x.stride(0), alpha, limit, CHOSEN=ids.shape[1],
+        PAIRS=max(triton.next_power_of_2(num_pairs), 32), IS_UP=is_up,
+        EVEN=inner % (RUN * tile.warps * tile.stages) == 0, GATE=number, TWO=two, HAS_BIAS=bias is not None,
+        TILES=tile.tiles, WARPS=tile.warps, STAGES=tile.stages, KNOWN=is_known, EARLY=early, num_warps=tile.warps,
+        maxnreg=tile.registers, **launch.options(early),
     )  # fmt: skip

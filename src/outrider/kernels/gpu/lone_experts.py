@@ -194,7 +194,7 @@ def down(
         POWERS=weight.powers, HAS_SCALE=weight.scale is not None, HAS_OFFSET=weight.offset is not None,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, IEEE=x.dtype == torch.float32,
         FAST=x.is_cuda and x.dtype == torch.bfloat16, EXPERTS=experts, SPLIT=split, BLOCK_M=LANES, BLOCK_N=block_n,
-        STAGES=stages, KNOWN=is_known, EARLY=early, num_warps=4,
-        num_stages=stages, **launch.options(early),
+        STAGES=stages, KNOWN=is_known, EARLY=early, num_warps=4, num_stages=stages,
+        **launch.options(early),
     )  # fmt: skip
     return out

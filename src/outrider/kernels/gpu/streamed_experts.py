@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_g
 from triton.language.extra import cuda
 
 from outrider.kernels.gpu import gates, launch
+from outrider.kernels.gpu.choice import expert_of, pair_of, ranked
 from outrider.kernels.gpu.dense_held import PLACES, async_load
 from outrider.kernels.gpu.gates import activated
 from outrider.kernels.gpu.hopper import num_processors
@@ -37,43 +38,9 @@ UP, DOWN = Tile(4, 128, 6), Tile(4, 64, 8)  # as measured on an H200 (scripts/h2
 
 
 @gluon.jit
-def _ranked(ids, num_pairs, PAIRS: gl.constexpr, WARPS: gl.constexpr):
-    """ids, and which place each has among those that nobody before it chose; -1: somebody did. Every warp has all of
-    them in the end, and finds one without the others."""
-    ALONG: gl.constexpr = gl.BlockedLayout([PAIRS // 32], [32], [WARPS], [0])
-    ACROSS: gl.constexpr = gl.BlockedLayout([1, PAIRS], [32, 1], [WARPS, 1], [1, 0])
-    pair = gl.arange(0, PAIRS, layout=gl.SliceLayout(1, ACROSS))
-    other = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, ACROSS))
-    id = gl.load(ids + pair, mask=pair < num_pairs, other=-1)
-    others = gl.convert_layout(id, gl.SliceLayout(0, ACROSS))
-    is_before = other[None, :] < pair[:, None]
-    same = gl.where(is_before & (id[:, None] == others[None, :]), 1, 0)
-    first = gl.where((gl.sum(same, 1) == 0) & (pair < num_pairs), 1, 0)
-    firsts = gl.convert_layout(first, gl.SliceLayout(0, ACROSS))
-    rank = gl.where(first == 1, gl.sum(gl.where(is_before, firsts[None, :], 0), 1), -1)
-    return gl.convert_layout(id, ALONG), gl.convert_layout(rank, ALONG)
-
-
-@gluon.jit
-def _expert(id, rank, number):
-    """This one of the experts; the first, where there are not so many."""
-    return gl.cast(gl.max(gl.where(rank == number, id, 0), 0), gl.int64)
-
-
-@gluon.jit
-def _pair_of(ids, expert, row, num_rows, CHOSEN: gl.constexpr):
-    """Which pair of a row and an expert is each row's with this one; -1: none."""
-    pair = row * 0 - 1
-    for place in gl.static_range(CHOSEN):
-        at = row * CHOSEN + place
-        pair = gl.where(gl.load(ids + at, mask=row < num_rows, other=-1) == expert, at, pair)
-    return pair
-
-
-@gluon.jit
 def _shares_of(shares, ids, expert, row, num_rows, kind: gl.constexpr, CHOSEN: gl.constexpr):
     """Each row's share of this expert, which may be none, rounded as the reference does."""
-    pair = _pair_of(ids, expert, row, num_rows, CHOSEN)
+    pair = pair_of(ids, expert, row, num_rows, CHOSEN)
     return gl.load(shares + gl.maximum(pair, 0), mask=pair >= 0, other=0.0).to(kind).to(gl.float32)
 
 
@@ -125,7 +92,7 @@ def _up(
     height = num_columns * (2 if TWO else 1)
     if EARLY:
         cuda.gdc_wait()
-    id, rank = _ranked(ids, num_pairs, PAIRS, WARPS)
+    id, rank = ranked(ids, num_pairs, PAIRS, WARPS)
     num_items = (gl.max(rank, 0) + 1) * num_tiles
     item, many = gl.program_id(0), gl.num_programs(0)
     x_row = gl.where(x_row < num_rows, x_row, -1)
@@ -135,10 +102,10 @@ def _up(
     starts, experts, pairs = (), (), ()  # of this item, and of those behind it
     for number in gl.static_range(BEFORE + 1):
         ahead = item + number * many
-        expert = _expert(id, rank, ahead // num_tiles)
+        expert = expert_of(id, rank, ahead // num_tiles)
         starts = starts + ((expert * height + ahead % num_tiles * WIDTH) * INNER,)  # type: ignore[assignment] # noqa: RUF005
         experts = experts + (expert,)  # type: ignore[assignment] # noqa: RUF005
-        pairs = pairs + (_pair_of(ids, expert, row, num_rows, CHOSEN),)  # type: ignore[assignment] # noqa: RUF005
+        pairs = pairs + (pair_of(ids, expert, row, num_rows, CHOSEN),)  # type: ignore[assignment] # noqa: RUF005
     for stage in gl.static_range(STAGES - 1):
         if item + stage // STEPS * many < num_items:
             at = weight_at + starts[stage // STEPS]
@@ -174,10 +141,10 @@ def _up(
         gl.store(out + pair.to(gl.int64)[None, :] * num_columns + own[:, None], result, mask=(pair >= 0)[None, :])
         item += many
         ahead = item + BEFORE * many
-        expert = _expert(id, rank, ahead // num_tiles)
+        expert = expert_of(id, rank, ahead // num_tiles)
         starts = starts[1:] + ((expert * height + ahead % num_tiles * WIDTH) * INNER,)  # type: ignore[assignment] # noqa: RUF005
         experts = experts[1:] + (expert,)  # type: ignore[assignment] # noqa: RUF005
-        pairs = pairs[1:] + (_pair_of(ids, expert, row, num_rows, CHOSEN),)  # type: ignore[assignment] # noqa: RUF005
+        pairs = pairs[1:] + (pair_of(ids, expert, row, num_rows, CHOSEN),)  # type: ignore[assignment] # noqa: RUF005
     if EARLY:  # behind all that is read: the next launch's first weights would take their part of the bandwidth
         cuda.gdc_launch_dependents()
 
@@ -216,13 +183,13 @@ def _down(
     size = gl.cast(num_columns, gl.int64) * INNER
     if EARLY and not KNOWN:
         cuda.gdc_wait()
-    id, rank = _ranked(ids, num_pairs, PAIRS, WARPS)
+    id, rank = ranked(ids, num_pairs, PAIRS, WARPS)
     count = gl.max(rank, 0) + 1
     experts, pairs, parts = (), (), ()  # of this expert, and of those behind it
     for number in gl.static_range(BEFORE + 1):
-        expert = _expert(id, rank, number)
+        expert = expert_of(id, rank, number)
         experts = experts + (expert,)  # type: ignore[assignment] # noqa: RUF005
-        pairs = pairs + (_pair_of(ids, expert, x_row, num_rows, CHOSEN),)  # type: ignore[assignment] # noqa: RUF005
+        pairs = pairs + (pair_of(ids, expert, x_row, num_rows, CHOSEN),)  # type: ignore[assignment] # noqa: RUF005
         parts = parts + (_shares_of(shares, ids, expert, lane, num_rows, kind, CHOSEN),)  # type: ignore[assignment] # noqa: RUF005
     for stage in gl.static_range(STAGES - 1):
         if stage // STEPS < count:
@@ -266,9 +233,9 @@ def _down(
             share = _shares_of(shares, ids, now, row, num_rows, kind, CHOSEN)
             biases += gl.load(bias + now * num_columns + column).to(gl.float32)[:, None] * share[None, :]
         number += 1
-        expert = _expert(id, rank, number + BEFORE)
+        expert = expert_of(id, rank, number + BEFORE)
         experts = experts[1:] + (expert,)  # type: ignore[assignment] # noqa: RUF005
-        pairs = pairs[1:] + (_pair_of(ids, expert, x_row, num_rows, CHOSEN),)  # type: ignore[assignment] # noqa: RUF005
+        pairs = pairs[1:] + (pair_of(ids, expert, x_row, num_rows, CHOSEN),)  # type: ignore[assignment] # noqa: RUF005
         parts = parts[1:] + (_shares_of(shares, ids, expert, lane, num_rows, kind, CHOSEN),)  # type: ignore[assignment] # noqa: RUF005
     value = gl.sum(total, 0) + biases
     if HAS_RESIDUAL:
