@@ -49,8 +49,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     from outrider.kernels import dispatch
 
     if request.param == "reference":
-        monkeypatch.setattr(dispatch.native, "library", lambda: None)
-    elif dispatch.native.library() is None:
+        monkeypatch.setattr(dispatch.native_library, "library", lambda: None)
+    elif dispatch.native_library.library() is None:
         pytest.skip("no C compiler, so no native kernels")
     return request.param
 
@@ -62,7 +62,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.kernels import dispatch
     from outrider.kernels.gpu import attention_work
 
-    monkeypatch.setattr(dispatch.native, "library", lambda: None)
+    monkeypatch.setattr(dispatch.native_library, "library", lambda: None)
     monkeypatch.setattr(dispatch, "is_home", lambda x: True)
     monkeypatch.setattr(attention_work, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
     monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))  # nor for rows that only fill up

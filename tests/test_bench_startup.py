@@ -20,7 +20,7 @@ from outrider.bench.startup import PARTS, Started, Starts, show_card, start, to_
 from outrider.bench.startup_child import read_config
 from outrider.cli import app
 from outrider.config import EngineConfig, SpeculativeConfig
-from outrider.kernels import native
+from outrider.kernels import native_library
 from outrider.startup import StartupTimes
 
 SETTING = {"model": "tiny", "drafter": "ngram", "weights": "real", "device": "cpu", "max_num_seqs": 2}
@@ -33,7 +33,7 @@ def test_a_start_and_another_one(target_path: Callable[..., Path], tmp_path: Pat
     cold = start(config, None, tmp_path)
     compiled = {path: path.stat().st_mtime_ns for path in (tmp_path / "outrider").glob("native-*")}
     warm = start(config, None, tmp_path)
-    assert compiled or native.library() is None, "kernels were not compiled in the directory"
+    assert compiled or native_library.library() is None, "kernels were not compiled in the directory"
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "outrider").iterdir()} == compiled
     for each in (cold, warm):
         assert set(each.parts) == set(PARTS)

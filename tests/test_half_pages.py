@@ -12,7 +12,7 @@ from gguf_files import tiny_model, write_model
 from samples import drafter_settings, guide, sample_target
 
 from outrider import LLM, SamplingParams
-from outrider.kernels import native
+from outrider.kernels import native_library
 from outrider.layers.cached import cached_layers
 from outrider.layers.shared_attention import SharedAttention
 from outrider.llm import total_speculation
@@ -32,7 +32,7 @@ PAIRS = [
     ("step3p5", "mtp"),
     ("qwen2", "draft_model"),
 ]
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+needs_compiler = pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 Said = list[tuple[tuple[int, ...], object]]
 
 
@@ -92,7 +92,7 @@ def test_torch_keeps_the_same_numbers(
     """Without a compiler."""
     with LLM(target_path(family), None, kv_cache_dtype="float16", **SMALL) as llm:
         expected = of_prompts(llm)
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native_library, "library", lambda: None)
     with LLM(target_path(family), None, kv_cache_dtype="float16", **SMALL) as llm:
         assert page_dtypes(llm.target) == {torch.float16}
         torch.testing.assert_close(of_prompts(llm), expected, atol=2e-3, rtol=0)

@@ -22,7 +22,7 @@ from outrider.host_memory import (
     use_large_pages,
     zeros,
 )
-from outrider.kernels import native
+from outrider.kernels import native, native_library
 
 CPU = torch.device("cpu")
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -172,7 +172,7 @@ def test_what_costs_nothing_or_too_much_is_not_kept(count: int) -> None:
 
 
 def test_logits_of_many_rows_lie_where_those_before_lay() -> None:
-    if native.library() is None:
+    if native_library.library() is None:
         pytest.skip("no C compiler, so no native kernels")
     weight, x = torch.randn(LARGE_RESULT // 16 // 4 + 1, 4), torch.randn(17, 4)
     with torch.inference_mode():

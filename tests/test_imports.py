@@ -1,6 +1,7 @@
 """Imports point down only, and the core needs nothing it should not."""
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -89,3 +90,21 @@ def test_the_engine_names_no_model_and_no_method() -> None:
     for path in [*(SOURCE / "engine").glob("*.py"), *(SOURCE / "checkpoints").glob("*.py")]:
         for module, _ in imports(path):
             assert module.split(".")[-1] not in names, f"{path.name} imports {module}"
+
+
+def test_no_two_modules_wait_for_each_other() -> None:
+    """So that any of them can be the first that somebody imports: a plugin begins with outrider.models.base."""
+    files = {path: path.relative_to(SOURCE.parent).with_suffix("").parts for path in SOURCE.rglob("*.py")}
+    names = {path: ".".join(parts).removesuffix(".__init__") for path, parts in files.items()}
+    modules, needed = set(names.values()), {}
+    for path, name in names.items():
+        found = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= inside & modules or {node.module}
+        needed[name] = (found & modules) - {name}
+    assert needed["outrider.kernels.native"] >= {"outrider.kernels.packed", "outrider.host_memory"}  # both forms
+    graphlib.TopologicalSorter(needed).prepare()

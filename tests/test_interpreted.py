@@ -45,7 +45,7 @@ def test_models_on_interpreted_kernels(
         plain = llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids
     Oracle.truth = [PROMPT + plain]
     monkeypatch.setattr(Oracle, "taps", (1, 2))
-    monkeypatch.setattr(dispatch.native, "library", lambda: None)
+    monkeypatch.setattr(dispatch.native_library, "library", lambda: None)
     monkeypatch.setattr(dispatch, "is_home", lambda x: True)
     monkeypatch.setattr(attention_work, "WANTED_PROGRAMS", 4)  # an interpreter has no use for many
     monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))  # nor for rows that only fill up
@@ -83,7 +83,7 @@ def test_single_rows_by_their_own_kernel(
     params = [replace(PARAMS, max_tokens=count) for count in (5, 7, 3)]
     with LLM(path, None, enforce_eager=True, **options) as llm:
         plain = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
-    monkeypatch.setattr(dispatch.native, "library", lambda: None)
+    monkeypatch.setattr(dispatch.native_library, "library", lambda: None)
     monkeypatch.setattr(dispatch, "is_home", lambda x: True)
     monkeypatch.setattr(attention_work, "WANTED_PROGRAMS", 4)
     monkeypatch.setattr(graphs, "NUM_ROWS", (8, 64))

@@ -37,7 +37,7 @@ from outrider.engine.memory import Budget, Demand, plan_memory
 from outrider.engine.stages import AbsentDrafter, split_layers
 from outrider.engine.team import Team, device_for
 from outrider.engine.workers import Workers, return_workers, take_workers
-from outrider.kernels import native
+from outrider.kernels import native_library
 from outrider.kernels.quantised import ROUNDED_TO, Kind
 from outrider.layers.cached import recurrent_layers
 from outrider.layers.exact import make_exact
@@ -309,7 +309,7 @@ def _is_tiled(config: EngineConfig, module: Target | Drafter, source: Checkpoint
 def _check_activations(config: EngineConfig, checkpoints: Iterable[Checkpoint]) -> None:
     if config.cpu_activations != "int8":
         return
-    if config.torch_device.type != "cpu" or native.library() is None:
+    if config.torch_device.type != "cpu" or native_library.library() is None:
         raise ValueError("cpu_activations int8 is for CPUs, with a C compiler: leave it out, or install one as `cc`")
     if not any(isinstance(checkpoint, GgufCheckpoint) for checkpoint in checkpoints):
         raise ValueError("cpu_activations int8 is for quantised GGUF files: leave it out, or give one")

@@ -30,7 +30,7 @@ from outrider.checkpoints.gguf_file import TENSOR_TYPES
 from outrider.checkpoints.gguf_weights import PLAIN_TYPES
 from outrider.detokenizer import Detokenizer
 from outrider.host_memory import LARGE_PAGE
-from outrider.kernels import native
+from outrider.kernels import native, native_library
 from outrider.kernels.packed import Blocks, pack_blocks
 
 QUANTISED = [name for name, block_len, _ in TENSOR_TYPES.values() if block_len > 1]
@@ -217,7 +217,7 @@ def test_without_a_compiler_the_package_expands_blocks(tmp_path: Path, monkeypat
     quantised = finish(writer)
     names = ("lm_head.weight", "model.layers.0.self_attn.q_proj.weight")
     fast = [open_checkpoint(quantised).tensor(name) for name in names]
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native_library, "library", lambda: None)
     slow = [open_checkpoint(quantised).tensor(name) for name in names]
     assert all(map(torch.equal, fast, slow))
     monkeypatch.setitem(sys.modules, "gguf", None)

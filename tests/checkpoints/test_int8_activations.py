@@ -10,12 +10,12 @@ from torch import Tensor
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.gguf import GgufCheckpoint
-from outrider.kernels import native
+from outrider.kernels import native, native_library
 from outrider.kernels.packed import TILES, Packed, Tiles
 from outrider.layers.attention import AttentionShape
 from outrider.layers.packing import held_bytes, packable
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+pytestmark = pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [40, 7], list(range(30))]
 NESTED = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 Said = list[tuple[tuple[int, ...], object]]

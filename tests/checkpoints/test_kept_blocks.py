@@ -8,12 +8,12 @@ from gguf_files import tiny_model, write_model
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.gguf import GgufCheckpoint
-from outrider.kernels import native
+from outrider.kernels import native, native_library
 from outrider.kernels.packed import BLOCKS, TILES
 from outrider.layers import packing
 from outrider.layers.packing import held_bytes, packable
 
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+needs_compiler = pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [40, 7], list(range(30))]
 TYPES = ("Q8_0", "Q4_0", "Q5_1")  # by turns: the parts of a joint projection differ
 

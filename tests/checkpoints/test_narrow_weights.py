@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from samples import drafter_settings, guide
 
 from outrider import LLM, SamplingParams
-from outrider.kernels import native
+from outrider.kernels import native, native_library
 from outrider.kernels.activation import silu_mul
 from outrider.kernels.moe import ExpertWeights, experts
 from outrider.kernels.packed import AFFINE4, BFLOAT16, FLOAT16, SCALED8, SCALED_FP8, PackedStack, pack, pack_quantised
@@ -28,7 +28,7 @@ from outrider.layers.linear import Linear, has_memory
 from outrider.layers.packing import held_bytes, mixtures, packable, refill
 from outrider.llm import total_speculation
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+pytestmark = pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 PROMPTS = [list(range(20, 41)), [7, 8, 9], list(range(60, 75))]
 NARROW = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 SMALL: dict[str, Any] = {"max_model_len": 64, "page_size": 4, "device": "cpu", "dtype": "float32"}

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.kernels import native
+from outrider.kernels import native_library
 from outrider.kernels.mamba import MambaWeights, mamba_native, mamba_reference
 from outrider.types import Batch, Recurrence
 
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler: the native kernels are not built")
+needs_compiler = pytest.mark.skipif(
+    native_library.library() is None, reason="no C compiler: the native kernels are not built"
+)
 NUM_SLOTS, NUM_ENTRIES, NUM_PLACES, NUM_WANTED = 5, 4, 9, 3
 Kernel = Callable[..., Tensor]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_triton import DEVICE
 
-from outrider.kernels import native
+from outrider.kernels import native_library
 from outrider.kernels.gpu import masks as gpu
 from outrider.kernels.masks import restrict, restrict_reference
 from outrider.types import Guidance
@@ -69,7 +69,7 @@ def test_in_triton(vocab: int, one: bool, dtype: torch.dtype) -> None:
     assert not found.equal(own if one else logits)
 
 
-@pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+@pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 @pytest.mark.parametrize("one", [True, False])
 @pytest.mark.parametrize("vocab", [1, 31, 70, 9000])
 @pytest.mark.parametrize("num_threads", [1, 3])

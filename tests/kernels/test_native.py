@@ -16,9 +16,11 @@ from older_processors import MARCHES, use_older_processor
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.kernels import native
+from outrider.kernels import native, native_library
 
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="no C compiler: the native kernels are not built")
+needs_compiler = pytest.mark.skipif(
+    native_library.library() is None, reason="no C compiler: the native kernels are not built"
+)
 examples = settings(max_examples=25, deadline=None)
 sizes = st.integers(1, 70)
 seeds = st.integers(0, 2**31)
@@ -411,11 +413,11 @@ SHORT = '__attribute__((visibility("default"))) int outrider_answer(void) { retu
 def test_two_processes_may_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "short.c"  # quicker to compile
     source.write_text(SHORT)
-    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setattr(native_library, "SOURCE", source)
     tmp_path = tmp_path / "built"
     tmp_path.mkdir()
     processes = multiprocessing.get_context("fork")
-    builders = [processes.Process(target=native.build, args=(tmp_path,)) for _ in range(2)]
+    builders = [processes.Process(target=native_library.build, args=(tmp_path,)) for _ in range(2)]
     for builder in builders:
         builder.start()
     for builder in builders:
@@ -424,7 +426,7 @@ def test_two_processes_may_build_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     digest, built = sorted(tmp_path.iterdir())  # one library, and nothing left over
     assert (digest.suffix, built.suffix) == (".sha256", ".so")
     assert ctypes.CDLL(str(built)).outrider_answer() == 42
-    assert native.build(tmp_path) == built
+    assert native_library.build(tmp_path) == built
 
 
 @needs_compiler
@@ -432,29 +434,29 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.Mo
     """Loading half a library ends the process with SIGBUS, at every start: it is looked at before."""
     source = tmp_path / "short.c"  # quicker to compile
     source.write_text(SHORT)
-    monkeypatch.setattr(native, "SOURCE", source)
-    built = native.build(tmp_path)
+    monkeypatch.setattr(native_library, "SOURCE", source)
+    built = native_library.build(tmp_path)
     whole, first = built.read_bytes(), built.stat().st_mtime_ns
-    assert native.build(tmp_path).stat().st_mtime_ns == first  # found, not built
+    assert native_library.build(tmp_path).stat().st_mtime_ns == first  # found, not built
     for damaged in (whole[: len(whole) // 3], b"", whole[:-1] + bytes([whole[-1] ^ 1])):
         built.write_bytes(damaged)
-        assert native.build(tmp_path) == built
+        assert native_library.build(tmp_path) == built
         assert len(built.read_bytes()) == len(whole)
     built.with_suffix(".sha256").unlink()  # as an earlier version left it
-    assert native.build(tmp_path) == built
+    assert native_library.build(tmp_path) == built
     assert built.with_suffix(".sha256").exists()
     assert ctypes.CDLL(str(built)).outrider_answer() == 42
 
 
 def test_without_a_compiler_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    native.library.cache_clear()
+    monkeypatch.setattr(native_library.shutil, "which", lambda name: None)
+    native_library.library.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="install a C compiler"):
-            assert native.library() is None
-        assert native.library() is None  # a second warning would be an error here
+            assert native_library.library() is None
+        assert native_library.library() is None  # a second warning would be an error here
     finally:
-        native.library.cache_clear()
+        native_library.library.cache_clear()
 
 
 @needs_compiler
@@ -465,7 +467,7 @@ def test_torch_and_the_kernels_share_one_openmp() -> None:
 import torch
 from pathlib import Path
 
-from outrider.kernels import native
+from outrider.kernels import native, native_library
 
 def runtimes():
     files = {Path(line.split(maxsplit=5)[-1]) for line in Path("/proc/self/maps").read_text().splitlines()}
@@ -474,7 +476,7 @@ def runtimes():
 torch.randn(300, 300) @ torch.randn(300, 300)
 before = runtimes()
 native.linear(torch.randn(4, 300), torch.randn(300, 300))
-assert native.openmp_runtime() in {file.resolve() for file in before}, before
+assert native_library.openmp_runtime() in {file.resolve() for file in before}, before
 assert runtimes() == before, runtimes() - before
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.kernels import native
+from outrider.kernels import native_library
 from outrider.kernels.activation import gelu_tanh_mul, silu_mul
 from outrider.kernels.moe import ExpertWeights, experts, experts_reference
 
 
-@pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+@pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     num_rows=st.integers(1, 33),

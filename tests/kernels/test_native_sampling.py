@@ -16,13 +16,13 @@ from torch import Tensor
 from outrider import SamplingParams
 from outrider.engine.options import Options
 from outrider.engine.request import Request
-from outrider.kernels import native
+from outrider.kernels import native_library
 from outrider.kernels.logprobs import logprobs_of, logprobs_reference
 from outrider.kernels.penalties import penalise, penalise_reference
 from outrider.kernels.sampling import Columns, choose, filter_logits, gumbel
 from outrider.types import Sampling
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(native_library.library() is None, reason="no C compiler")
 
 
 def sampling_of(params: list[SamplingParams], width: int) -> Sampling:

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.kernels import native
+from outrider.kernels import native, native_library
 from outrider.kernels.packed import AFFINE4, BFLOAT16, SCALED8, Packed, pack
 
-needs_native = pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+needs_native = pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 
 
 def make(kind: int, num_rows: int, depth: int, seed: int) -> torch.Tensor:

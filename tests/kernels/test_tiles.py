@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from older_processors import MARCHES, use_older_processor
 from torch import Tensor
 
-from outrider.kernels import native
+from outrider.kernels import native, native_library
 from outrider.kernels.native_tiles import empty_tiles, write_tiles
 from outrider.kernels.packed import TILE_ROWS, Blocks, Packed, pack_tiles
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+pytestmark = pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 
 
 def tiled(*parts: Blocks) -> Packed:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from harness import Harness, load_target
 
-from outrider.kernels import native
+from outrider.kernels import native_library
 from outrider.layers import block
 from outrider.layers.packing import pack_weights
 
 
-@pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+@pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 @pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3"])
 def test_one_call_has_the_same_bits(
     family: str, target_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -27,7 +27,7 @@ def test_one_call_has_the_same_bits(
         assert torch.equal(taps, expected_taps)
 
 
-@pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+@pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 def test_packed_weights_have_the_same_bits(target_path: Callable[..., Path]) -> None:
     target = load_target(target_path("qwen2"))
     with torch.no_grad():
@@ -44,7 +44,7 @@ def test_packed_weights_have_the_same_bits(target_path: Callable[..., Path]) -> 
         assert torch.equal(taps, expected_taps)
 
 
-@pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+@pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 def test_logits_do_not_depend_on_the_rows_beside(target_path: Callable[..., Path]) -> None:
     """Whole prompts, chunks and single tokens, alone or together: the same bits."""
     target = load_target(target_path("llama"))

@@ -8,12 +8,12 @@ import tiny
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.kernels import native
+from outrider.kernels import native_library
 from outrider.layers import block, fused
 from outrider.layers.attention import AttentionShape
 from outrider.layers.fused import FusedRun
 
-needs_native = pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+needs_native = pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 PROMPTS = [[5, 6, 7, 8, 5, 6], list(range(3, 40)), [9]]
 PARAMS = SamplingParams(temperature=0.9, seed=3, max_tokens=10, logprobs=3, ignore_eos=True)
 

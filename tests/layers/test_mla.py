@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import native
+from outrider.kernels import native_library
 from outrider.layers.mla import INNER_EPS, LatentAttention, LatentShape, latent_weights
 from outrider.layers.rotary import Rotary
 from outrider.types import Batch, Latent
@@ -166,7 +166,7 @@ def test_against_keys_and_values_of_every_head(kind: str, chunk: int, kernels: s
         torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+@pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_row_has_the_same_bits_in_any_company(kind: str) -> None:
     rows = make_rows((19, 7, 12))

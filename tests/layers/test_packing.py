@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider import LLM
-from outrider.kernels.native import library
+from outrider.kernels.native_library import library
 from outrider.kernels.packed import BFLOAT16, Packed
 from outrider.layers.linear import Linear
 from outrider.layers.packing import pack_weights, refill

@@ -19,7 +19,7 @@ from transformers.modeling_layers import MtpModel
 from outrider.engine.cache import Cache
 from outrider.engine.request import Request
 from outrider.engine.runner import exact_shape
-from outrider.kernels import native
+from outrider.kernels import native_library
 from outrider.layers.mla import LatentShape
 from outrider.layers.moe import MixtureMLP
 from outrider.layers.mtp import MtpModule
@@ -66,7 +66,7 @@ def test_other_settings(family: str, overrides: dict[str, Any], target_path: Cal
     torch.testing.assert_close(logits_of(target_path(family, **overrides)), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.skipif(native.library() is None, reason="no C compiler, so no native kernels")
+@pytest.mark.skipif(native_library.library() is None, reason="no C compiler, so no native kernels")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_do_not_depend_on_the_rows_beside(family: str, target_path: Callable[..., Path]) -> None:
     target = load_target(target_path(family))

@@ -54,7 +54,7 @@ def test_other_settings(family: str, settings: Changes, target_path: Callable[..
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "step3p5"])
 def test_a_row_is_the_same_bits_in_any_company(family: str, target_path: Callable[..., Path]) -> None:
-    if dispatch.native.library() is None:
+    if dispatch.native_library.library() is None:
         pytest.skip("no C compiler, so no native kernels")
     path = target_path(family)
     whole = logits(path)

@@ -25,7 +25,7 @@ from outrider.drafters.base import Drafter
 from outrider.engine.cache import Cache, CacheShape
 from outrider.engine.request import Request, Work
 from outrider.engine.runner import Runner, exact_shape
-from outrider.kernels import native
+from outrider.kernels import native_library
 from outrider.kernels.round import judge, write_outcome
 from outrider.layers.mtp import MtpModule
 from outrider.llm import total_speculation
@@ -121,7 +121,7 @@ class Pilot:
         write_outcome(step, verdict, Draft(tokens, counts))
 
     def compare(self, actual: Tensor, expected: Tensor) -> None:
-        if native.library() is not None:
+        if native_library.library() is not None:
             assert torch.equal(actual, expected), f"differs by {(actual - expected).abs().max()}"
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
 

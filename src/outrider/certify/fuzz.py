@@ -13,7 +13,7 @@ from outrider.certify.comparison import LOGPROB_TOLERANCE
 from outrider.certify.trial import Answers, Failure, FuzzFigures, Pair, WorldTrial, settled
 from outrider.certify.worlds import MAX_MODEL_LEN, Ground, World, WorldRequest, draw_world
 from outrider.engine.request import Request
-from outrider.kernels import native
+from outrider.kernels import native_library
 from outrider.llm import LLM
 
 MAX_TRIALS = 60  # worlds that are tried to make one that fails smaller
@@ -39,7 +39,7 @@ class Truth:
         grammars = tokenizer is not None and bool(self.llm.end_ids) and importlib.util.find_spec("xgrammar") is not None
         self.ground = Ground(self.llm.target.vocab_size, tokenizer is not None, grammars)
         same_bits = self.llm.config.exact or (
-            self.llm.config.torch_device.type == "cpu" and native.library() is not None
+            self.llm.config.torch_device.type == "cpu" and native_library.library() is not None
         )
         self.tolerance = 0.0 if same_bits else LOGPROB_TOLERANCE[self.llm.target.embed.weight.dtype]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.checkpoints.gguf_file import TensorEntry
 from outrider.host_memory import Arena, give_back
-from outrider.kernels import native
+from outrider.kernels import native, native_library
 from outrider.kernels.native_tiles import write_tiles
 from outrider.kernels.packed import TILE_ROWS, Blocks, Tiles
 
@@ -24,7 +24,7 @@ CHUNK = (
 
 def check_readable(entries: list[TensorEntry]) -> None:
     """Complains now, rather than halfway through the weights, where nothing can expand these tensors."""
-    if any(entry.type_name not in PLAIN_TYPES for entry in entries) and native.library() is None:
+    if any(entry.type_name not in PLAIN_TYPES for entry in entries) and native_library.library() is None:
         import_gguf()
 
 
@@ -56,7 +56,7 @@ def read_into(memory: mmap.mmap, entry: TensorEntry, out: Tensor, num_heads: int
     for part, stored in _stretches(memory, entry, rows, whole=num_heads > 0):
         if entry.type_name in PLAIN_TYPES:
             part.copy_(in_halves(stored.view(PLAIN_TYPES[entry.type_name]), num_heads))
-        elif native.library() is None:
+        elif native_library.library() is None:
             part.copy_(in_halves(_expand_slowly(stored, entry), num_heads))
         else:
             expanded = part if straight else torch.empty(part.shape, dtype=torch.float32, device="cpu")
