@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from outrider.kernels import native
+from outrider.kernels import native_library
 
-KERNELS = Path(native.__file__).parent
+KERNELS = Path(native_library.__file__).parent
 
 
 def structures() -> dict[str, str]:
     """Of every `typedef struct` whose fields all take eight bytes: its fields as `struct` has them."""
-    source = "\n".join(path.read_text() for path in native.SOURCES)
+    source = "\n".join(path.read_text() for path in native_library.SOURCES)
     source = re.sub(r"/\*.*?\*/", "", source, flags=re.DOTALL)
     bodies = {name: body for body, name in re.findall(r"typedef struct \{(.*?)\}\s*(\w+);", source, flags=re.DOTALL)}
     found: dict[str, str] = {}
@@ -40,7 +40,7 @@ def structures() -> dict[str, str]:
 
 def taken() -> dict[str, str]:
     """The structure that each operation is given."""
-    source = "\n".join(path.read_text() for path in native.SOURCES)
+    source = "\n".join(path.read_text() for path in native_library.SOURCES)
     return dict(re.findall(r"outrider_(\w+)\(const (\w+) \*", source))
 
 
@@ -57,9 +57,9 @@ def written_out(layout: str) -> str:
 
 
 def test_every_operation_is_given_what_it_takes() -> None:
-    assert taken().keys() >= set(native._OPERATIONS)
+    assert taken().keys() >= set(native_library._OPERATIONS)
     formats = set(packed().values())
-    for operation in native._OPERATIONS:
+    for operation in native_library._OPERATIONS:
         assert structures()[taken()[operation]] in formats, operation
 
 
