@@ -4,6 +4,7 @@ answer. Where there are too many, those that ask for nothing go first."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import resource
 import socket
 from contextlib import suppress
@@ -34,7 +35,8 @@ class PatientProtocol(H11Protocol):
     _timer: asyncio.TimerHandle | None = None  # for headers
     _read_timer: asyncio.TimerHandle | None = None
     _num_unread = 0  # bytes that wait for the client to read
-    idle_since = 0.0
+    _idle_since = 0  # a number of _turns: the loop's own time may be the same for all that came at once
+    _turns = itertools.count()
 
     @classmethod
     def with_room_for(cls, max_connections: int) -> type[PatientProtocol]:
@@ -49,7 +51,7 @@ class PatientProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.idle_since = self.loop.time()
+        self._idle_since = next(self._turns)
         _give_up_on_silence(transport)
         self._wait()
         if len(self.connections) > self.max_connections:
@@ -59,7 +61,7 @@ class PatientProtocol(H11Protocol):
         others = [each for each in self.connections if isinstance(each, PatientProtocol) and each is not self]
         idle = [each for each in others if each.is_idle and not each.transport.is_closing()]
         if idle:
-            min(idle, key=lambda each: each.idle_since).transport.abort()
+            min(idle, key=lambda each: each._idle_since).transport.abort()
         elif len(self.connections) > self.max_connections + SPARE:
             self.transport.abort()
 
@@ -73,7 +75,7 @@ class PatientProtocol(H11Protocol):
             self._wait()
 
     def on_response_complete(self) -> None:
-        self.idle_since = self.loop.time()
+        self._idle_since = next(self._turns)
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
