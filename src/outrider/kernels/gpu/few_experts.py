@@ -96,7 +96,7 @@ def experts(
     x = x if isinstance(x, Normed) or x.stride(1) == 1 else x.contiguous()
     residual = residual if residual is None or residual.stride(1) == 1 else residual.contiguous()
     ids, shares = ids.contiguous(), shares.contiguous()
-    is_known = gates.gate_of(activation)[0] != gates.NONE  # nothing but the way up lies between the way down and them
+    is_known = gates.gate_of(activation)[0] != gates.NONE  # whoever chose has ended before the way down begins
     inner = _up(x, ids, weights, activation)
     return _down(inner, ids, shares, weights, residual, is_known=is_known)
 
