@@ -19,7 +19,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import uvicorn
 from running import Running, Serve, wait_for
+from uvicorn.server import ServerState
 
 from outrider import LLM, SamplingParams
 from outrider.lanes import Lane
@@ -416,6 +418,35 @@ def test_idle_connections_go_first(serve: Serve, monkeypatch: pytest.MonkeyPatch
             connection.settimeout(5)
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1) == b""
+
+
+def test_of_connections_that_came_at_once_the_first_goes_first() -> None:
+    """The loop may say the same time to all of them."""
+
+    class Still(asyncio.SelectorEventLoop):
+        def time(self) -> float:
+            return 1.0
+
+    class Ended(asyncio.Transport):
+        ended = False
+
+        def abort(self) -> None:
+            self.ended = True
+
+        def is_closing(self) -> bool:
+            return self.ended
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("nobody asks for anything")
+
+    loop, config, state = Still(), uvicorn.Config(application, log_config=None), ServerState()
+    protocol = connections.PatientProtocol.with_room_for(20)
+    transports = [Ended() for _ in range(40)]
+    for number, transport in enumerate(transports):
+        protocol(config, state, {}, _loop=loop).connection_made(transport)
+        num_gone = max(number + 1 - 20, 0)
+        assert [each.ended for each in transports] == [True] * num_gone + [False] * (40 - num_gone)
+    loop.close()
 
 
 def test_health_when_there_are_too_many_requests(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
